@@ -1,0 +1,139 @@
+"""The JSON documents of ``report`` and ``compare``; docs/json.md says what each key means."""
+
+import dataclasses
+from typing import Any
+
+from memtrace.analysis.compare import TERMS, Comparison, Terms, difference
+from memtrace.analysis.peaks import Balance, Group
+from memtrace.analysis.process import ProcessMemory
+from memtrace.analysis.summary import AccountSummary, ProcessSummary, Summary
+
+#: Version of the documents that every ``--json`` prints.
+SCHEMA = 1
+
+
+def document(summary: Summary, top: int) -> dict[str, Any]:
+    """One run, with the ``top`` largest allocations; bytes are ints, null is unknown."""
+    primary = summary.primary
+    torches = [process.torch for process in summary.processes if process.torch]
+    return {
+        "schema": SCHEMA,
+        "run": str(summary.folder),
+        "name": summary.name,
+        "command": list(summary.command),
+        "knowledge": str(summary.knowledge),
+        "state": summary.state,
+        "complete": summary.complete,
+        "exit": {"code": summary.exit_code, "signal": summary.exit_signal},
+        "torn": dict(summary.torn),
+        "torch": torches[0] if torches else None,
+        "device": primary and primary.device,
+        "pid": primary and primary.pid,
+        "events": summary.events,
+        "dropped": summary.dropped,
+        "unseen": sorted({text for process in summary.processes for text in process.unseen}),
+        "process": _memory(summary.memory),
+        **_account(primary, top),
+        "requests": [dataclasses.asdict(request) for request in summary.requests],
+        "accounts": [
+            {"pid": one.pid, "device": one.device, "peak": one.peak.allocated}
+            for one in summary.accounts
+        ],
+        "processes": [_process(process) for process in summary.processes],
+    }
+
+
+def comparison_document(comparison: Comparison) -> dict[str, Any]:
+    """Several runs: the document of each, and how the others differ from the first, in bytes."""
+    first, *others = comparison.sides
+    return {
+        "schema": SCHEMA,
+        "runs": [document(side.summary, top=0) for side in comparison.sides],
+        "differences": [
+            {
+                "run": other.name,
+                "baseline": first.name,
+                "at_peak": _differences(other.at_peak, first.at_peak),
+                "own_peak": _differences(other.own_peak, first.own_peak),
+                "above_steady": other.account.above_steady - first.account.above_steady,
+            }
+            for other in others
+        ],
+        "verdicts": list(comparison.verdicts),
+        "warnings": list(comparison.warnings),
+    }
+
+
+def _differences(terms: Terms, baseline: Terms) -> dict[str, int | None]:
+    return {name: difference(terms[name], baseline[name]) for name in TERMS}
+
+
+def _account(one: AccountSummary | None, top: int) -> dict[str, Any]:
+    if one is None:
+        keys = ("peak", "own_peak", "live_peak", "end", "above_steady", "identities")
+        return dict.fromkeys(keys) | {"top": []}
+    return {
+        "peak": {
+            "at": {
+                "event": one.peak.event,
+                "time_us": one.peak.time_us,
+                **dataclasses.asdict(one.place),
+            },
+            **_balance(one.peak),
+        },
+        "own_peak": dict(one.own_peaks) | dict(one.details),
+        "live_peak": one.live_peak,
+        "end": _balance(one.end),
+        "above_steady": one.above_steady,
+        "identities": {
+            "hold": one.identities.hold,
+            "events": one.identities.events,
+            "problem": one.identities.problem,
+        },
+        "top": [_group(group) for group in one.top[:top]],
+    }
+
+
+def _balance(balance: Balance) -> dict[str, Any]:
+    return {
+        "allocated": balance.allocated,
+        "live": balance.live,
+        "components": dict(balance.components),
+        "details": dict(balance.details),
+        "allocator": balance.allocator,
+        "external": balance.external,
+        "process": balance.process,
+    }
+
+
+def _group(group: Group) -> dict[str, Any]:
+    return {
+        "component": group.component,
+        "phase": group.place.phase,
+        "module": group.place.module,
+        "op": group.place.op,
+        "layers": list(group.layers),
+        "count": group.count,
+        "bytes": group.bytes,
+        "stack": list(group.stack),
+    }
+
+
+def _memory(memory: ProcessMemory | None) -> dict[str, Any]:
+    if memory is None or memory.peak is None:
+        return {"peak": None, "source": None, "exact": False}
+    exact = memory.high_water is not None
+    return {"peak": memory.peak, "source": memory.source, "exact": exact}
+
+
+def _process(process: ProcessSummary) -> dict[str, Any]:
+    return {
+        "pid": process.pid,
+        "argv": list(process.argv),
+        "state": process.state,
+        "reason": process.reason,
+        "torch": process.torch,
+        "events": process.events,
+        "dropped": process.dropped,
+        "rss_peak": process.memory.peak,
+    }

@@ -1,0 +1,137 @@
+"""Where an account peaked, what it held there, and what it held beyond its steady state."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from memtrace.analysis.accounts import Account
+from memtrace.analysis.places import OUTSIDE, SEPARATOR, Place, inside, place
+from memtrace.analysis.process import ProcessMemory
+from memtrace.components import external
+from memtrace.trace.schema import Action
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Both equations at one event, in bytes; None: unknown."""
+
+    event: int
+    time_us: int
+    allocated: int
+    live: int
+    components: Mapping[str, int]
+    details: Mapping[str, int]
+    allocator: int | None
+    external: int | None
+    process: int | None
+    #: Time of the sample that ``process`` was read from: the nearest one.
+    process_time_us: int | None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Live storages of one component that the same operator made in the same kind of place."""
+
+    component: str
+    place: Place  # folded: of any request, layer and chunk
+    layers: tuple[int, ...]
+    stack: tuple[str, ...]  # innermost frame first; empty: not recorded
+    count: int
+    bytes: int
+
+    @property
+    def where(self) -> str:
+        """Where they were made, in one line."""
+        outer = [part for part in (self.place.phase, _range(self.layers)) if part]
+        inner = [part for part in (self.place.module, self.place.op) if part]
+        return SEPARATOR.join(outer + inner) or OUTSIDE
+
+
+def _range(layers: tuple[int, ...]) -> str:
+    if len(layers) < 2:
+        return f"layer {layers[0]}" if layers else ""
+    first, last = layers[0], layers[-1]
+    if len(layers) == 1 + last - first:
+        return f"layers {first}-{last}"
+    return f"{len(layers)} layers of {first}-{last}"
+
+
+def balance(account: Account, memory: ProcessMemory, event: int) -> Balance:
+    """What the account and its process held after ``event``.
+
+    Process memory is that of the nearest sample, so ``external`` there is as exact as sampling is.
+    """
+    reserved = None if account.reserved is None else account.reserved.read_one(event)
+    allocated = account.allocated.read_one(event)
+    time_us = int(account.time_us[event])
+    sample = memory.nearest(time_us)
+    process = None if sample is None else int(memory.value[sample])
+    rest = None if reserved is None or process is None else external(process, reserved)
+    return Balance(
+        event=event,
+        time_us=time_us,
+        allocated=allocated,
+        live=account.live.read_one(event),
+        components={name: one.read_one(event) for name, one in account.components.items()},
+        details={name: one.read_one(event) for name, one in account.details.items()},
+        allocator=None if reserved is None else reserved - allocated,
+        external=rest,
+        process=process,
+        process_time_us=None if sample is None else int(memory.time_us[sample]),
+    )
+
+
+def top_allocations(account: Account, event: int) -> list[Group]:
+    """What was live after ``event``, grouped by what made it, the largest group first."""
+    events, contexts = account.process.events, account.process.contexts
+    order = account.by_storage[account.by_storage <= event]
+    if len(order) == 0:
+        return []
+    storage, context = events["id"][order], events["context"][order]
+    action = contexts["action"][context]
+    # The last event of a storage says whether it lives and where it belongs, its last allocation
+    # where it was made.
+    last = np.append(storage[1:] != storage[:-1], True) & (action != Action.FREE)
+    births = np.maximum.accumulate(np.where(action == Action.ALLOC, np.arange(len(order)), 0))
+    pairs = np.stack([context[last], context[births[last]]], axis=1)
+    kinds, kind = np.unique(pairs, axis=0, return_inverse=True)
+    counts = np.bincount(kind.ravel(), minlength=len(kinds))
+    sizes = np.zeros(len(kinds), dtype=np.int64)
+    np.add.at(sizes, kind.ravel(), events["bytes"][order][last])
+
+    groups: dict[tuple[str, Place, tuple[str, ...]], list[tuple[int | None, int, int]]] = {}
+    for (now, birth), count, size in zip(kinds, counts, sizes, strict=True):
+        where = place(account.process, int(contexts["scope"][birth]))
+        stack = int(contexts["stack"][birth])
+        frames = tuple(account.process.stacks["frames"][stack] or ()) if stack >= 0 else ()
+        key = (contexts["component"][now], where.folded(), frames)
+        groups.setdefault(key, []).append((where.layer, int(count), int(size)))
+    found = [
+        Group(
+            component=component,
+            place=folded,
+            layers=tuple(sorted({layer for layer, _, _ in parts if layer is not None})),
+            stack=frames,
+            count=sum(count for _, count, _ in parts),
+            bytes=sum(size for _, _, size in parts),
+        )
+        for (component, folded, frames), parts in groups.items()
+    ]
+    return sorted(found, key=lambda group: (-group.bytes, str(group)))
+
+
+def above_steady(account: Account) -> int:
+    """The construction peak above the steady state, in bytes.
+
+    That is the maximum over all events of (allocated - model) less the KV that stays: ``KV_res``
+    without ``KV_res/full`` (the buffers of the layer that is being computed) at the last allocation
+    or retag in a phase named "prefill", or at the last event where there is no such phase.
+    """
+    events, contexts = account.process.events, account.process.contexts
+    prefill = inside(account.process, "phase", "prefill")[contexts["scope"]]
+    last = np.flatnonzero(prefill[events["context"]])
+    event = int(last[-1]) if len(last) else len(events["context"]) - 1
+    full = account.details.get("KV_res/full")
+    kept = account.components["KV_res"].read_one(event) - (full.read_one(event) if full else 0)
+    return account.beside_model.peak - kept

@@ -1,0 +1,62 @@
+"""The ``memtrace`` command."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from memtrace import __version__
+from memtrace.commands import compare, record, report, view
+from memtrace.errors import MemtraceError
+
+_COMMANDS = (record, report, compare, view)
+
+_EXAMPLES = """\
+examples:
+  memtrace record -- python infer.py           record a script
+  memtrace report infer-4711.memtrace          where its bytes went
+  memtrace compare snapkv.memtrace tide.memtrace
+  memtrace view snapkv.memtrace tide.memtrace  the same in a browser
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="memtrace",
+        description="Where each byte of a PyTorch program goes.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"memtrace {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for module in _COMMANDS:
+        command = commands.add_parser(
+            module.NAME,
+            help=module.HELP,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.configure(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. 0 on success, 1 on bad data, 2 on wrong usage; ``record`` has its own."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except MemtraceError as error:
+        if getattr(args, "json", False):
+            print(json.dumps({"schema": 1, "error": str(error)}))
+        print(f"memtrace: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        sys.stderr.close()
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

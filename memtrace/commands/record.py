@@ -1,0 +1,75 @@
+"""Run a command and record where each byte of its Python processes goes.
+
+The command needs no change: the recorder starts inside each Python process before the user's code
+and begins with the import of torch. Children are followed, whatever starts them.
+
+exit status:
+  the command's own, or 128+n if signal n killed it
+  2    wrong usage
+  123  the command succeeded, but no recorder could start in it: it is not Python, or Python with
+       -I, -E or -S (the trace then holds process memory only), or torch can't be recorded there
+  125  memtrace record itself failed, as when the output exists
+  126  the command was found but can't be run
+  127  the command was not found
+"""
+
+import argparse
+from pathlib import Path
+
+NAME = "record"
+HELP = "run a command and record its memory"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.usage = f"{parser.prog} [-o RUN] [--force] [--stacks N] [--interval MS] [-q] -- COMMAND…"
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="RUN",
+        type=Path,
+        help="folder to make (default: SCRIPT-PID.memtrace in the working directory)",
+    )
+    parser.add_argument("--force", action="store_true", help="replace a run that is there")
+    parser.add_argument(
+        "--stacks",
+        metavar="N",
+        type=_at_least(0),
+        default=0,
+        help="Python frames to keep for each allocation (default: 0)",
+    )
+    parser.add_argument(
+        "--interval",
+        metavar="MS",
+        type=_at_least(1),
+        default=20,
+        help="milliseconds between samples of process memory (default: 20)",
+    )
+    parser.add_argument("-q", "--quiet", action="store_true", help="don't say where the trace is")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def _at_least(least: int) -> "argparse._ActionType":
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
+        return value
+
+    parse.__name__ = "number"  # argparse names it where int() fails
+    return parse
+
+
+def run(args: argparse.Namespace) -> int:
+    """Record; the exit code is the command's unless something of ours failed."""
+    from memtrace.record.launcher import record
+
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    return record(
+        command,
+        args.output,
+        force=args.force,
+        stacks=args.stacks,
+        interval_ms=args.interval,
+        quiet=args.quiet,
+    )

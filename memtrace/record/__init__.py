@@ -1,0 +1,1 @@
+"""Record a live process."""

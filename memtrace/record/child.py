@@ -1,0 +1,176 @@
+"""Starts the recorder inside a Python process of a recorded command, before the user's code.
+
+Most such processes never import torch (launchers, package managers, helpers of multiprocessing).
+They get a folder in the run, a first manifest, and a hook that waits for torch: one or two
+milliseconds in all. So nothing here imports ``json``, ``pathlib`` or ``typing`` at the start, which
+would cost more than the interpreter itself.
+"""
+
+import os
+import sys
+import zlib
+from _json import encode_basestring_ascii  # the C function that json.dumps uses
+
+from memtrace.trace import FORMAT, MANIFEST, SCHEMA
+
+TYPE_CHECKING = False  # typing.TYPE_CHECKING, without importing typing
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from pathlib import Path
+    from types import ModuleType
+
+#: The environment that makes a Python process record itself.
+RUN = "MEMTRACE_RUN"  # absolute path of the run
+EPOCH = "MEMTRACE_EPOCH_NS"  # perf_counter_ns() of the launcher: one clock for all processes
+OPTIONS = "MEMTRACE_OPTIONS"  # keyword arguments of Session, as JSON
+
+
+def start() -> None:
+    """Record this process, and every one forked from it, from its first import of torch.
+
+    Raises:
+        OSError: the run isn't there or can't be written.
+    """
+    if any(isinstance(finder, TorchHook) for finder in sys.meta_path):
+        return  # two installations of memtrace, one recording the other's launcher
+    hook = TorchHook(os.environ[RUN], int(os.environ[EPOCH]), os.environ[OPTIONS])
+    os.register_at_fork(after_in_child=hook.forked)
+    sys.meta_path.insert(0, hook)
+    if "torch" in sys.modules:  # a .pth file was faster
+        hook.record()
+
+
+class TorchHook:
+    """A finder on ``sys.meta_path`` that finds nothing itself: it begins to record after torch.
+
+    It stays there, since removing it while another thread walks the list would hide a finder from
+    that thread.
+    """
+
+    def __init__(self, run: str, epoch_ns: int, options: str) -> None:
+        self._run = run
+        self._epoch_ns = epoch_ns
+        self._options = options
+        self._folder = enter_run(run)
+        self._waiting = True
+
+    def forked(self) -> None:
+        """In a forked child: introduce it too. A session that records follows forks by itself."""
+        if self._waiting:
+            try:
+                self._folder = enter_run(self._run)
+            except OSError as error:
+                self._waiting = False
+                _say(error)
+
+    def find_spec(
+        self,
+        name: str,
+        path: "Sequence[str] | None" = None,
+        target: "ModuleType | None" = None,
+    ) -> "ModuleSpec | None":
+        if name != "torch" or not self._waiting:
+            return None
+        for finder in sys.meta_path:
+            if finder is not self:
+                spec = finder.find_spec(name, path, target)
+                if spec is not None:
+                    self._follow(spec)
+                    return spec
+        return None
+
+    def _follow(self, spec: "ModuleSpec") -> None:
+        """Make the module's own loader call :meth:`record` once it has run the module."""
+        loader = spec.loader
+        if loader is None:  # a namespace package: a folder that only has torch's name
+            return
+        execute = loader.exec_module
+
+        def exec_module(module: "ModuleType") -> None:
+            execute(module)
+            del loader.exec_module  # the class's method shows again
+            self.record()
+
+        loader.exec_module = exec_module  # type: ignore[method-assign]
+
+    def record(self) -> None:
+        """Begin to record in the thread that imported torch, or say why that can't be."""
+        if not self._waiting:
+            return
+        self._waiting = False
+        import json
+        from pathlib import Path
+
+        folder = Path(self._folder)
+        try:
+            from memtrace.record.session import Session
+
+            Session(folder, epoch_ns=self._epoch_ns, **json.loads(self._options)).start()
+        except Exception as error:  # whatever it was, the user's program must run
+            _fail(folder, error)
+
+
+def enter_run(run: str) -> str:
+    """Make this process's folder in the run, with its first manifest.
+
+    Returns:
+        ``RUN/PID``, or ``RUN/PID-2`` and so on for a program that replaced another one by exec.
+
+    Raises:
+        OSError: the run isn't there or can't be written.
+    """
+    pid = os.getpid()
+    folder = os.path.join(run, str(pid))
+    number = 1
+    while True:
+        try:
+            os.mkdir(folder)
+            break
+        except FileExistsError:
+            number += 1
+            folder = os.path.join(run, f"{pid}-{number}")
+    body = {
+        "format": FORMAT,
+        "schema": SCHEMA,
+        "pid": pid,
+        "parent_pid": os.getppid(),
+        "argv": sys.orig_argv,
+        "python": sys.version.split()[0],
+        "executable": sys.executable,
+        "state": "started",
+    }
+    checksum = zlib.crc32(_json(body).encode())
+    scratch = os.path.join(folder, f".{MANIFEST}")
+    with open(scratch, "w", encoding="utf-8") as file:
+        file.write(_json({**body, "crc32": checksum}) + "\n")
+    os.rename(scratch, os.path.join(folder, MANIFEST))
+    return folder
+
+
+def _json(value: object) -> str:
+    """``json.dumps(value, sort_keys=True)`` for text, integers, and lists and mappings of them."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_json(k)}: {_json(v)}" for k, v in sorted(value.items())) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_json, value)) + "]"
+    return encode_basestring_ascii(value) if isinstance(value, str) else str(value)
+
+
+def _fail(folder: "Path", error: Exception) -> None:
+    """Keep in the manifest, and say, why this process has torch but no recording."""
+    from contextlib import suppress
+
+    from memtrace.errors import TraceError
+    from memtrace.trace.manifest import read_manifest, write_manifest
+
+    reason = str(error) or type(error).__name__
+    if isinstance(error, ModuleNotFoundError):
+        reason += f"; install it for {sys.executable}"
+    with suppress(OSError, TraceError):
+        write_manifest(folder, {**read_manifest(folder), "state": "failed", "reason": reason})
+    _say(reason)
+
+
+def _say(reason: object) -> None:
+    print(f"memtrace: process {os.getpid()} is not recorded: {reason}", file=sys.stderr)

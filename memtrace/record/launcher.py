@@ -1,0 +1,321 @@
+"""Run a command with the recorder inside it, and sample its processes from outside.
+
+The command runs as it would without us: same terminal, process group, standard streams, working
+directory and arguments. A signal from the terminal reaches it directly; one that is sent to the
+launcher is passed on. The launcher lives until the command has ended, whatever arrives.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from memtrace.errors import MemtraceError, TraceError
+from memtrace.record import child
+from memtrace.record.process import Sampler, high_water
+from memtrace.sizes import format_size
+from memtrace.trace import SUFFIX
+from memtrace.trace.manifest import Knowledge, file_checksums, read_manifest, write_manifest
+
+#: Exit codes of the launcher itself: 125 to 127 as env(1) and timeout(1) have them, 123 ours.
+USAGE, NOT_RECORDED, FAILED, NOT_EXECUTABLE, NOT_FOUND = 2, 123, 125, 126, 127
+
+#: Signals that are waited for. SIGTSTP and its kin are not among them: they stop the launcher
+#: together with the command, which is what a shell expects of a job.
+_SIGNALS = (
+    signal.SIGCHLD,
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGCONT,
+)
+#: si_code of a signal that the kernel made, as for Ctrl-C: the whole process group has got it.
+_SI_KERNEL = 0x80
+
+#: How long processes may outlive the command and still end inside the recording. Helpers of
+#: multiprocessing end when they notice that it has.
+_GRACE_SECONDS = 0.2
+
+#: States of a process in which a session ran.
+_RECORDED = {"recording", "ended"}
+
+_BOOTSTRAP = str(Path(__file__).parent / "bootstrap")
+
+
+class LaunchError(MemtraceError):
+    """The command was not started."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def record(
+    command: Sequence[str],
+    run: Path | None = None,
+    *,
+    force: bool = False,
+    stacks: int = 0,
+    interval_ms: int = 20,
+    quiet: bool = False,
+) -> int:
+    """Run ``command`` to its end and record it.
+
+    Args:
+        command: program and arguments.
+        run: folder to make; None names it after the script, in the working directory.
+        force: replace the run that is there.
+        stacks: Python frames kept for each allocation.
+        interval_ms: time between two samples of process memory.
+        quiet: don't say where the trace is.
+
+    Returns:
+        The command's exit code, 128+n if signal n killed it, or 123 if it succeeded but no recorder
+        started in it.
+
+    Raises:
+        LaunchError: the command was not started, and nothing is left behind.
+    """
+    if not command:
+        raise LaunchError("no command to record; write memtrace record -- python infer.py", USAGE)
+    shown = run or Path(f"{_stem(command)}-{os.getpid()}{SUFFIX}")
+    with _signals_blocked() as mask:
+        epoch_ns = time.perf_counter_ns()
+        with _new_run(shown, command, epoch_ns, force) as (folder, manifest):
+            # Linux counts what a process held before exec in its ru_maxrss, and posix_spawn lends
+            # it our memory until then.
+            floor = high_water(os.getpid())
+            pid = _spawn(command, _environment(folder, epoch_ns, stacks), mask)
+        sampler = Sampler(folder, pid, epoch_ns=epoch_ns, interval_ms=interval_ms)
+        status, max_rss = _watch(pid, sampler)
+        running = _outlast(sampler)
+        sampler.close()
+        code = os.waitstatus_to_exitcode(status)
+        peaks = _peaks(sampler.peaks, pid, max_rss, floor)
+        processes = _processes(folder)
+        manifest |= {
+            "state": "complete",
+            "ended": _now(),
+            "exit": {"code": code, "signal": None}
+            if code >= 0
+            else {"code": None, "signal": -code},
+            "process_peak": {str(pid): peak for pid, peak in peaks.items()},
+            "still_running": sorted(running),
+            "sampling": {"interval_ms": interval_ms, "nvml": sampler.nvml.status},
+        }
+        unfinished = {name for name, process in processes.items() if process.get("pid") in running}
+        failure = _complete(folder, manifest, unfinished) or sampler.failure
+        if failure is not None:
+            _say(f"the trace is incomplete, {shown} can't be written: {failure.strerror}")
+        states = {process.get("state") for process in processes.values()}
+        if not states:
+            _say(
+                f"no recorder started in {command[0]} (it needs Python, without -I, -E or -S), so "
+                f"{shown} holds process memory only"
+            )
+        elif not quiet:
+            _say(_summary(shown, len(processes), peaks))
+        if code:
+            return code if code > 0 else 128 - code
+        return 0 if _was_recorded(states) else NOT_RECORDED
+
+
+def _stem(command: Sequence[str]) -> str:
+    """``infer`` for ``python -u infer.py --fast``, ``pytest`` for ``/usr/bin/pytest -q``."""
+    scripts = (word for word in command if word.endswith(".py") and " " not in word)
+    return Path(next(scripts, command[0])).stem or "run"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # the terminal may be gone
+        print(f"memtrace: {text}", file=sys.stderr, flush=True)
+
+
+def _first_manifest(command: Sequence[str], epoch_ns: int) -> dict[str, Any]:
+    system = os.uname()
+    return {
+        "state": "running",
+        "knowledge": Knowledge.MEASURED,
+        "command": list(command),
+        "cwd": os.path.abspath("."),
+        "started": _now(),
+        "epoch_ns": epoch_ns,
+        "host": system.nodename,
+        "platform": f"{system.sysname} {system.release} {system.machine}",
+        "python": sys.version.split()[0],
+    }
+
+
+@contextmanager
+def _new_run(
+    shown: Path, command: Sequence[str], epoch_ns: int, force: bool
+) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Make the folder of a run. If the block fails, it goes and what it replaced comes back.
+
+    Yields:
+        The folder's absolute path, and the manifest that is in it.
+    """
+    replaced: Path | None = None
+    with ExitStack() as undo:
+        try:
+            folder = shown.resolve()
+            if folder.exists():
+                if not force:
+                    raise LaunchError(
+                        f"{shown} exists; choose another name with -o or replace it with --force",
+                        FAILED,
+                    )
+                read_manifest(folder)
+                replaced = folder.with_name(f".{folder.name}.{os.getpid()}")
+                folder.rename(replaced)
+                undo.callback(replaced.rename, folder)
+            folder.mkdir()
+            undo.callback(shutil.rmtree, folder)
+            manifest = _first_manifest(command, epoch_ns)
+            write_manifest(folder, manifest)
+        except TraceError as error:
+            raise LaunchError(f"--force replaces only runs of memtrace: {error}", FAILED) from None
+        except OSError as error:
+            raise LaunchError(f"{shown} can't be made: {error.strerror}", FAILED) from None
+        yield folder, manifest
+        undo.pop_all()
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _environment(run: Path, epoch_ns: int, stacks: int) -> dict[str, str]:
+    """Ours, and what makes a Python process record itself."""
+    paths = os.environ.get("PYTHONPATH")
+    others = [path for path in paths.split(os.pathsep) if path != _BOOTSTRAP] if paths else []
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([_BOOTSTRAP, *others]),
+        child.RUN: str(run),
+        child.EPOCH: str(epoch_ns),
+        child.OPTIONS: json.dumps({"stacks": stacks}),
+    }
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[set[int]]:
+    """Hold the signals that we wait for; yields the mask from before, which the command gets."""
+    # A parent that ignores SIGCHLD hands that down, and the command's exit status would be lost.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield mask
+    finally:
+        while signal.sigtimedwait(_SIGNALS, 0):
+            pass  # came after the command's end, and must not change its exit code
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _spawn(command: Sequence[str], environment: Mapping[str, str], mask: Iterable[int]) -> int:
+    """Start the command and return its process id."""
+    program = command[0]
+    try:
+        return os.posix_spawnp(
+            program,
+            list(command),
+            environment,
+            setsigmask=mask,
+            setsigdef=(signal.SIGPIPE, signal.SIGXFSZ),  # ignored by Python itself
+        )
+    except OSError as error:
+        hint = f"; write memtrace record -- python {program}" if program.endswith(".py") else ""
+        code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
+        raise LaunchError(f"{program} can't be run: {error.strerror}{hint}", code) from None
+
+
+def _watch(pid: int, sampler: Sampler) -> tuple[int, int]:
+    """Sample, and pass signals on, until the command ends.
+
+    Returns:
+        Its wait status and its ru_maxrss in bytes.
+    """
+    while True:
+        sampler.sample()
+        ended, status, usage = os.wait4(pid, os.WNOHANG)
+        if ended:
+            return status, usage.ru_maxrss * 1024
+        received = signal.sigtimedwait(_SIGNALS, sampler.wait_seconds())
+        if (
+            received is not None
+            and received.si_signo != signal.SIGCHLD
+            and received.si_code != _SI_KERNEL
+        ):
+            with suppress(PermissionError):  # it runs as another user, as sudo does
+                os.kill(pid, received.si_signo)
+
+
+def _outlast(sampler: Sampler) -> set[int]:
+    """Processes that still run a moment after the command has ended."""
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while (running := sampler.survivors()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return running
+
+
+def _peaks(sampled: Mapping[int, int], pid: int, max_rss: int, floor: int) -> dict[int, int]:
+    """Highest RSS by process: exact for the command where wait4's figure is its own.
+
+    That figure is the largest of the command, of its descendants that were waited for, and of what
+    the launcher held (``floor``). It is the command's own if no other reached as high.
+    """
+    own = sampled.get(pid, 0)
+    if max_rss > floor and own >= max(sampled.values(), default=0):
+        return {**sampled, pid: max(own, max_rss)}
+    return dict(sampled)
+
+
+def _processes(run: Path) -> dict[str, dict[str, Any]]:
+    """The manifests of the processes that a recorder started in, by folder."""
+    found = {}
+    for folder in run.iterdir():
+        if folder.is_dir():
+            with suppress(TraceError):  # killed before it wrote one
+                found[folder.name] = read_manifest(folder)
+    return found
+
+
+def _complete(run: Path, manifest: dict[str, Any], unfinished: set[str]) -> OSError | None:
+    """Write the last manifest, with checksums of every file that won't change any more."""
+    try:
+        manifest["files"] = {
+            name: file
+            for name, file in file_checksums(run).items()
+            if name.partition("/")[0] not in unfinished
+        }
+        write_manifest(run, manifest)
+    except OSError as error:
+        return error
+    return None
+
+
+def _was_recorded(states: set[str | None]) -> bool:
+    """A process with torch was recorded, or none needed to be."""
+    return bool(states) and ("failed" not in states or not states.isdisjoint(_RECORDED))
+
+
+def _summary(shown: Path, processes: int, peaks: Mapping[int, int]) -> str:
+    what = f"{processes} process{'es' if processes != 1 else ''} recorded"
+    if peaks:
+        what += f", peak RSS {format_size(max(peaks.values()))}"
+    if len(peaks) > 1:
+        what += " in the largest"
+    return f"{what}; see memtrace report {shlex.quote(str(shown))}"

@@ -1,0 +1,307 @@
+"""The books of one recorded process: who is alive, what is interned, what is not yet written.
+
+Everything on the path of an allocation is kept to a few dictionary look-ups. What an event says
+besides its time, id and size is interned as a *context*; a thread stands in a *frame*, the
+interned pair of a component and a scope, which caches the context of each operator.
+"""
+
+import os
+import threading
+import weakref
+from array import array
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+
+from memtrace.trace.schema import TABLES, Action
+from memtrace.trace.writer import TableWriter
+
+#: Values in the event buffer (four an event) at which an allocation flushes it itself: 16 MiB.
+#: Flushing holds one copy of it and its columns, which keeps all buffers below 64 MiB.
+_FULL = 2 << 20
+_FIELDS = 4
+_NO_STACK = -1
+
+
+class StorageRef(weakref.ref):  # type: ignore[type-arg]
+    """A live storage: its address as a StorageImpl, and (id, bytes, context of its free)."""
+
+    __slots__ = ("key", "row")
+    key: int
+    row: tuple[int, int, int]
+
+
+class Frame:
+    """A component and a scope, with the contexts that operators got in them."""
+
+    __slots__ = ("component", "explicit", "free", "kinds", "ops", "scope")
+
+    def __init__(
+        self, component: str, scope: int, kinds: frozenset[str], explicit: bool, free: int
+    ) -> None:
+        self.component = component
+        self.scope = scope
+        #: Kinds of this scope and of those around it.
+        self.kinds = kinds
+        #: Whether the user's code chose the component: then no rule may change it.
+        self.explicit = explicit
+        #: The context with which a CPU storage born here will be freed.
+        self.free = free
+        #: id(operator) → context of what it allocates on the CPU, or a code of the tensor source.
+        self.ops: dict[int, int] = {}
+
+
+class _Interned:
+    """Rows numbered from 0 in order of appearance, and which of them are not yet written."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        self.rows: list[tuple[Any, ...]] = []
+        self.written = 0
+
+    def number(self, row: tuple[Any, ...]) -> int:
+        found = self._numbers.get(row)
+        if found is None:
+            # The row stands before anyone can learn its number.
+            self.rows.append(row)
+            found = self._numbers[row] = len(self.rows) - 1
+        return found
+
+
+class Ledger:
+    """Interns, buffers and writes the events of one process.
+
+    Appending is safe from any thread (one C call under the interpreter lock); interning and
+    flushing take locks.
+    """
+
+    def __init__(self, folder: Path, epoch_ns: int) -> None:
+        self.epoch_ns = epoch_ns
+        self.live: dict[int, StorageRef] = {}
+        #: Why writing stopped before the end, if it did.
+        self.failure: OSError | None = None
+        self.events_written = 0
+        self.events_dropped = 0
+        self.peak_buffer_bytes = 0
+        self._events = array("q")  # never replaced: those who append hold on to it
+        self._on_death = self._death_callback()
+        self._samples: list[tuple[Any, ...]] = []
+        self._requests: list[tuple[Any, ...]] = []
+        self._pid = os.getpid()
+        self._next_id = count(1).__next__
+        self._scopes = _Interned()
+        self._contexts = _Interned()
+        self._stacks = _Interned()
+        self._frames: dict[tuple[str, int, bool], Frame] = {}
+        self._kinds: list[frozenset[str]] = [frozenset(("process",))]
+        self._scopes.number((-1, "process", folder.name))
+        self._writer = TableWriter(folder)
+        self._inherited: list[TableWriter] = []
+        self._intern_lock = threading.RLock()
+        self._flush_lock = threading.RLock()
+
+    # -- events ------------------------------------------------------------------------------
+
+    def _death_callback(self) -> Callable[[StorageRef], None]:
+        forget, append, now = self.live.pop, self._events.extend, perf_counter_ns
+
+        def dead(ref: StorageRef) -> None:
+            append((now(), *ref.row))
+            forget(ref.key, None)
+
+        return dead
+
+    def allocate(self, storage: Any, context: int, free: int) -> None:
+        """``storage`` (an UntypedStorage) was just seen for the first time.
+
+        Args:
+            context: of its allocation.
+            free: context with which its free will be booked.
+        """
+        ref = StorageRef(storage, self._on_death)
+        ref.key = key = storage._cdata
+        number = self._next_id()
+        size = storage.nbytes()
+        ref.row = (number, size, free)
+        self.live[key] = ref
+        events = self._events
+        events.extend((perf_counter_ns(), number, size, context))
+        if len(events) > _FULL:
+            self.flush()
+
+    def find(self, storage: Any) -> StorageRef | None:
+        """The books' entry of ``storage``; an entry of a dead one at its address doesn't count."""
+        ref = self.live.get(storage._cdata)
+        return ref if ref is not None and ref() is storage else None
+
+    def resize(self, ref: StorageRef, storage: Any, scope: int) -> None:
+        """A live storage changed its size in place: its old bytes go, its new ones come."""
+        number, _, free = ref.row
+        size = storage.nbytes()
+        _, device, stream, component, *_ = self._contexts.rows[free]
+        context = self.context(Action.ALLOC, device, component, scope, stream=stream)
+        now = perf_counter_ns()
+        self._events.extend((now, *ref.row, now, number, size, context))
+        ref.row = (number, size, free)
+
+    def retag(self, ref: StorageRef, component: str, scope: int) -> None:
+        """The bytes of a live storage belong to ``component`` from now on."""
+        number, size, free = ref.row
+        _, device, stream, previous, *_ = self._contexts.rows[free]
+        if previous == component:
+            return
+        context = self.context(Action.RETAG, device, component, scope, previous, stream=stream)
+        self._events.extend((perf_counter_ns(), number, size, context))
+        free = self.context(Action.FREE, device, component, 0, stream=stream)
+        ref.row = (number, size, free)
+
+    def component_of(self, ref: StorageRef) -> str:
+        """The component that a live storage belongs to now."""
+        return str(self._contexts.rows[ref.row[2]][3])
+
+    def allocated(self) -> dict[str, int]:
+        """Bytes alive by device, counted from who is alive and not from the events."""
+        totals: dict[str, int] = {}
+        for ref in list(self.live.values()):
+            _, size, free = ref.row
+            device = str(self._contexts.rows[free][1])
+            totals[device] = totals.get(device, 0) + size
+        return totals
+
+    @property
+    def position(self) -> int:
+        """Events so far, dropped ones excepted."""
+        return self.events_written + len(self._events) // _FIELDS
+
+    # -- interning ---------------------------------------------------------------------------
+
+    def scope(self, parent: int, kind: str, name: str) -> int:
+        """The number of a scope; the same (parent, kind, name) is the same scope."""
+        with self._intern_lock:
+            number = self._scopes.number((parent, kind, name))
+            if number == len(self._kinds):
+                self._kinds.append(self._kinds[parent] | {kind})
+            return number
+
+    def stack(self, frames: tuple[str, ...]) -> int:
+        """The number of a call stack, innermost frame first."""
+        with self._intern_lock:
+            return self._stacks.number((frames,))
+
+    def context(
+        self,
+        action: Action,
+        device: str,
+        component: str,
+        scope: int,
+        previous: str | None = None,
+        stack: int = _NO_STACK,
+        stream: int = 0,
+    ) -> int:
+        """The number of a context."""
+        with self._intern_lock:
+            return self._contexts.number(
+                (int(action), device, stream, component, previous, scope, stack)
+            )
+
+    def frame(self, component: str, scope: int, explicit: bool) -> Frame:
+        """The frame of a component in a scope."""
+        key = (component, scope, explicit)
+        found = self._frames.get(key)
+        if found is None:
+            free = self.context(Action.FREE, "cpu", component, 0)
+            found = Frame(component, scope, self._kinds[scope], explicit, free)
+            self._frames[key] = found
+        return found
+
+    # -- writing -----------------------------------------------------------------------------
+
+    def now_us(self) -> int:
+        """Microseconds since the run's epoch."""
+        return (perf_counter_ns() - self.epoch_ns) // 1000
+
+    def sample(self, source: str, value: int) -> None:
+        """A value that the process knows of itself, at the current event."""
+        self._samples.append((self.now_us(), self._pid, source, self.position, value))
+
+    def request(self, row: tuple[Any, ...]) -> None:
+        """One finished request, in the order of the schema's columns."""
+        self._requests.append(row)
+
+    def flush(self) -> None:
+        """Write what is buffered. A failure (full disk) is kept in ``failure``, never raised."""
+        with self._flush_lock:
+            # Events first: every row that they name is then already interned.
+            taken = self._events[:]
+            del self._events[: len(taken)]
+            rows = len(taken) // _FIELDS
+            # The buffer, the copy taken from it, and the columns that are written.
+            self.peak_buffer_bytes = max(self.peak_buffer_bytes, 3 * taken.itemsize * len(taken))
+            if self.failure is None:
+                try:
+                    self._write(taken)
+                    self.events_written += rows
+                    return
+                except OSError as error:
+                    self.failure = error
+            self.events_dropped += rows
+
+    def _write(self, taken: "array[int]") -> None:
+        for table, interned in (
+            ("scopes", self._scopes),
+            ("stacks", self._stacks),
+            ("contexts", self._contexts),
+        ):
+            new = interned.rows[interned.written :]
+            self._append(table, new)
+            interned.written += len(new)
+        time, number, size, context = np.frombuffer(taken, np.int64).reshape(-1, _FIELDS).T
+        time_us = (time - self.epoch_ns) // 1000
+        self._writer.append(
+            "events", {"time_us": time_us, "id": number, "bytes": size, "context": context}
+        )
+        samples, self._samples = self._samples, []
+        self._append("samples", samples)
+        requests, self._requests = self._requests, []
+        self._append("requests", requests)
+
+    def _append(self, table: str, rows: list[tuple[Any, ...]]) -> None:
+        if rows:
+            columns = zip(*rows, strict=True)
+            self._writer.append(table, dict(zip(TABLES[table].names, columns, strict=True)))
+
+    def close(self) -> None:
+        """Write the rest and end the tables."""
+        self.flush()
+        with self._flush_lock:
+            try:
+                self._writer.close()
+            except OSError as error:
+                self.failure = self.failure or error
+
+    def restart(self, folder: Path) -> None:
+        """Go on in a forked child: new tables, which begin with all that it inherited alive.
+
+        The parent's open tables are kept, untouched: nothing of the child may reach them.
+        """
+        self._inherited.append(self._writer)
+        self._writer = TableWriter(folder)
+        self._pid = os.getpid()
+        self._intern_lock = threading.RLock()  # a thread that the child lacks may hold the old ones
+        self._flush_lock = threading.RLock()
+        for interned in (self._scopes, self._stacks, self._contexts):
+            interned.written = 0
+        del self._events[:]  # the parent writes these
+        self._samples, self._requests = [], []
+        self.events_written = self.events_dropped = 0
+        scope = self.scope(0, "op", "inherited by fork")
+        now = perf_counter_ns()
+        for ref in list(self.live.values()):
+            number, size, free = ref.row
+            _, device, stream, component, *_ = self._contexts.rows[free]
+            context = self.context(Action.ALLOC, device, component, scope, stream=stream)
+            self._events.extend((now, number, size, context))

