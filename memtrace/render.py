@@ -1,7 +1,9 @@
 """Summaries as text for a terminal: colours only there, whole numbers at any width."""
 
 import io
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable
 
 from rich.console import Console, Group, RenderableType
@@ -16,24 +18,27 @@ from memtrace.components import COLOURS, LIVE_COMPONENTS
 from memtrace.sizes import format_size
 
 UNKNOWN = "unknown"
-#: Widest size, so that no number is ever broken.
+#: Width of the widest size. Longer headers wrap, so that a table of sizes fits in 80 columns.
 _NUMBER = len("-1023.99 GiB")
 _SUMS = {"live": "M_live", "allocated": "allocated", "process": "process"}
 
 
 def show(part: RenderableType) -> None:
     """Print on stdout: in colour on a terminal, plain otherwise."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    if sys.stdout.isatty():
-        Console(highlight=False).print(part)
-    else:
-        print(to_text(part), end="")
+    width = shutil.get_terminal_size().columns
+    text = to_text(part, width, colour=sys.stdout.isatty())
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), end="")
 
 
-def to_text(part: RenderableType, width: int = 80) -> str:
-    """The same as plain text, without trailing spaces."""
+def to_text(part: RenderableType, width: int = 80, *, colour: bool = False) -> str:
+    """The same as text, without trailing spaces."""
     out = io.StringIO()
-    Console(file=out, width=width, highlight=False, color_system=None).print(part)
+    # A name or a path in a trace is text, not markup.
+    console = Console(
+        file=out, width=width, force_terminal=colour, highlight=False, markup=False, emoji=False
+    )
+    console.print(part)
     return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
 
 
@@ -59,7 +64,9 @@ def grid(*headers: str, text: Iterable[int] = (0,)) -> Table:
         if number in set(text):
             table.add_column(header, overflow="fold")
         else:
-            table.add_column(header, justify="right", overflow="fold", min_width=_NUMBER)
+            table.add_column(
+                "\n".join(textwrap.wrap(header, _NUMBER)), justify="right", no_wrap=True
+            )
     return table
 
 
@@ -165,7 +172,7 @@ def _process_note(one: AccountSummary) -> str:
 
 def allocations(groups: Iterable[Allocations]) -> Table:
     """What was live at the peak, grouped by what made it."""
-    table = grid("top allocations at the peak", "bytes", "count", "made in", text=(0, 3))
+    table = grid("live at the peak", "bytes", "count", "made in", text=(0, 3))
     for group in groups:
         name = group.component.partition("/")[0]
         label = Text.assemble(("■ ", COLOURS[name]), group.component)
@@ -199,7 +206,7 @@ def _elapsed(start_us: int | None, end_us: int | None) -> str:
 
 def processes(summary: Summary) -> Table:
     """Every process and what it held on each device."""
-    table = grid("process", "peak RSS", "allocated peak", "state", "command", text=(0, 3, 4))
+    table = grid("process", "peak RSS", "allocated", "state", "command", text=(0, 3, 4))
     for process in summary.processes:
         peaks = [
             f"{one.device} {format_size(one.peak.allocated)}"
@@ -227,7 +234,7 @@ def report(summary: Summary, top: int) -> Group:
         parts += [Text(), Text(f"No tensor was seen. Peak process memory: {size(peak)}.")]
     else:
         steady = f"above the steady state {format_size(one.above_steady)}"
-        definition = "  peak of allocated - model, less the compact KV that the prefill leaves"
+        definition = "  peak of allocated - model in the prefill, less the KV that it leaves"
         parts += [Text(), peak_line(one), Text(), _indented(equations(one)), Text()]
         parts += [Text(steady, style="bold"), Text(definition, style="dim")]
         if top:
@@ -238,7 +245,7 @@ def report(summary: Summary, top: int) -> Group:
         parts += [Text(), processes(summary)]
     unseen = sorted({text for process in summary.processes for text in process.unseen})
     if unseen:
-        parts += [Text("\nnot seen", style="bold"), *(Text(f"  {text}") for text in unseen)]
+        parts += [Text("\nnot seen", style="bold"), *(_indented(Text(text)) for text in unseen)]
     return Group(*parts)
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tidekv.cache import CompactCache
     from tidekv.engine import Prefill, decode, generate, prefill
     from tidekv.errors import InfeasibleError
-    from tidekv.loading import load_model
+    from tidekv.loading import encode, load_model
     from tidekv.selectors import SnapKV
 
 _HOMES = {
@@ -22,6 +22,7 @@ _HOMES = {
     "Prefill": "tidekv.engine",
     "SnapKV": "tidekv.selectors",
     "decode": "tidekv.engine",
+    "encode": "tidekv.loading",
     "generate": "tidekv.engine",
     "load_model": "tidekv.loading",
     "prefill": "tidekv.engine",
@@ -33,6 +34,7 @@ __all__ = [
     "Prefill",
     "SnapKV",
     "decode",
+    "encode",
     "generate",
     "load_model",
     "prefill",

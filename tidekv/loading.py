@@ -110,6 +110,19 @@ def load_model(
     return _from_checkpoint(source, dtype, device, attention)
 
 
+def encode(tokenizer: Any, text: str) -> torch.Tensor:
+    """Token ids (1, S) of ``text``, as the user's turn where there is a chat template."""
+    if tokenizer.chat_template is None:
+        ids: torch.Tensor = tokenizer(text, return_tensors="pt").input_ids
+        return ids
+    turn = [{"role": "user", "content": text}]
+    prompt = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    templated: torch.Tensor = tokenizer(
+        prompt, add_special_tokens=False, return_tensors="pt"
+    ).input_ids
+    return templated
+
+
 def cache_root() -> Path:
     """Where converted models live: ``$TIDEKV_CACHE``, or ``tidekv`` in the user's cache folder."""
     if override := os.environ.get("TIDEKV_CACHE"):

@@ -14,7 +14,7 @@ from memtrace import scopes
 from tidekv import selectors
 from tidekv.engine import Prefill, decode, prefill
 from tidekv.errors import DeviceMemoryError, TidekvError, check_choice
-from tidekv.loading import load_model
+from tidekv.loading import encode, load_model
 from tidekv.selectors import SELECTORS, Selector
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -60,6 +60,8 @@ def run(arguments: argparse.Namespace, *, stream: bool) -> Outcome:
         TidekvError: bad input, or no device memory left.
     """
     selector = _selector(arguments)
+    if arguments.max_new_tokens < 1:
+        raise TidekvError(f"--max-new-tokens must be at least 1, not {arguments.max_new_tokens}.")
     dtype = None
     if arguments.dtype is not None:
         check_choice("dtype", arguments.dtype, _DTYPES)
@@ -205,16 +207,3 @@ def _prompt(arguments: argparse.Namespace, model: Any, tokenizer: Any) -> torch.
             f"{arguments.model} comes without a tokenizer; use --prompt-tokens N instead."
         )
     return encode(tokenizer, text)
-
-
-def encode(tokenizer: Any, text: str) -> torch.Tensor:
-    """Token ids (1, S) of ``text``, as the user's turn where there is a chat template."""
-    if tokenizer.chat_template is None:
-        ids: torch.Tensor = tokenizer(text, return_tensors="pt").input_ids
-        return ids
-    turn = [{"role": "user", "content": text}]
-    prompt = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-    templated: torch.Tensor = tokenizer(
-        prompt, add_special_tokens=False, return_tensors="pt"
-    ).input_ids
-    return templated

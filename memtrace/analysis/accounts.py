@@ -35,6 +35,11 @@ class Series:
         """The bytes after one event."""
         return int(self.read(np.array([event]))[0])
 
+    def peak_between(self, first: int, last: int) -> int:
+        """The largest value after any of the events ``first`` to ``last``."""
+        start, stop = np.searchsorted(self.at, [first, last], side="right")
+        return int(self.levels[start : stop + 1].max())
+
     @cached_property
     def peak(self) -> int:
         """The largest value."""
@@ -62,11 +67,7 @@ class Account:
     @cached_property
     def components(self) -> Mapping[str, Series]:
         """Every tensor component, details summed up, in display order."""
-        by_base = {
-            name: [label for label in self._labels if base(label) == name]
-            for name in TENSOR_COMPONENTS
-        }
-        return {name: self._sum(labels) for name, labels in by_base.items()}
+        return {name: self._sum(self._labels_of(name)) for name in TENSOR_COMPONENTS}
 
     @cached_property
     def details(self) -> Mapping[str, Series]:
@@ -77,12 +78,17 @@ class Account:
     @cached_property
     def live(self) -> Series:
         """The sum inside equation (1)."""
-        return self._sum([label for label in self._labels if base(label) in LIVE_COMPONENTS])
+        return self._sum(self._labels_of(*LIVE_COMPONENTS))
 
     @cached_property
     def beside_model(self) -> Series:
         """Allocated bytes without the model's."""
-        return self._sum([label for label in self._labels if base(label) != "model"])
+        return self._sum(self._labels_of(*(set(TENSOR_COMPONENTS) - {"model"})))
+
+    @cached_property
+    def rank(self) -> tuple[bool, int]:
+        """Sorts the largest peak first, and meta tensors last, since they hold no memory."""
+        return (self.device == "meta", -self.allocated.peak)
 
     @cached_property
     def reserved(self) -> Series | None:
@@ -126,6 +132,9 @@ class Account:
         named = dict.fromkeys(contexts["component"]) | dict.fromkeys(contexts["previous"])
         return {label: number for number, label in enumerate(name for name in named if name)}
 
+    def _labels_of(self, *components: str) -> list[str]:
+        return [label for label in self._labels if base(label) in components]
+
     def _where(self, action: Action) -> np.ndarray:
         """1 for each context of this action on this device, else 0 (int8)."""
         contexts = self.process.contexts
@@ -163,16 +172,16 @@ class Account:
 
 
 def accounts(process: ProcessTrace) -> list[Account]:
-    """One account for each device that held a tensor, the one with the largest peak first.
+    """One account for each device that held a tensor, in order of their :attr:`Account.rank`.
 
     Raises:
         TraceError: the trace is damaged.
     """
     contexts = process.contexts
     devices = {
-        device
-        for action, device in zip(contexts["action"], contexts["device"], strict=True)
-        if action in TENSOR_ACTIONS
+        contexts["device"][context]
+        for context in np.unique(process.events["context"])
+        if contexts["action"][context] in TENSOR_ACTIONS
     }
     found = [Account(process, device) for device in sorted(devices)]
-    return sorted(found, key=lambda account: -account.allocated.peak)
+    return sorted(found, key=lambda account: account.rank)

@@ -133,7 +133,8 @@ def _causes(first: Side, other: Side, total: int) -> str:
     ordered = sorted((name for name in changes if changes[name]), key=lambda n: -abs(changes[n]))
     along = [name for name in ordered if (changes[name] > 0) == (total > 0)][:_NAMED]
     counter = [name for name in ordered if (changes[name] > 0) != (total > 0)][:_NAMED]
-    text = f"At the peaks {_listed(along, changes)} makes the difference"
+    verb = "make" if len(along) > 1 else "makes"
+    text = f"At the peaks {_listed(along, changes)} {verb} the difference"
     return text + (f", against {_listed(counter, changes)}." if counter else ".")
 
 

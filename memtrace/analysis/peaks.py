@@ -124,14 +124,15 @@ def top_allocations(account: Account, event: int) -> list[Group]:
 def above_steady(account: Account) -> int:
     """The construction peak above the steady state, in bytes.
 
-    That is the maximum over all events of (allocated - model) less the KV that stays: ``KV_res``
-    without ``KV_res/full`` (the buffers of the layer that is being computed) at the last allocation
-    or retag in a phase named "prefill", or at the last event where there is no such phase.
+    That is the maximum of (allocated - model) while the cache is built, less the KV that stays:
+    ``KV_res`` without ``KV_res/full`` (the buffers of the layer that is being computed) at the end
+    of the construction. It lasts from the first to the last allocation or retag in a phase named
+    "prefill", so loading the model doesn't count; without such a phase it is the whole trace.
     """
     events, contexts = account.process.events, account.process.contexts
     prefill = inside(account.process, "phase", "prefill")[contexts["scope"]]
-    last = np.flatnonzero(prefill[events["context"]])
-    event = int(last[-1]) if len(last) else len(events["context"]) - 1
+    during = np.flatnonzero(prefill[events["context"]])
+    first, last = (during[0], during[-1]) if len(during) else (0, len(events["context"]) - 1)
     full = account.details.get("KV_res/full")
-    kept = account.components["KV_res"].read_one(event) - (full.read_one(event) if full else 0)
-    return account.beside_model.peak - kept
+    kept = account.components["KV_res"].read_one(last) - (full.read_one(last) if full else 0)
+    return account.beside_model.peak_between(first, last) - kept

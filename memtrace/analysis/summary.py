@@ -82,13 +82,13 @@ class Summary:
     exit_code: int | None
     exit_signal: int | None
     processes: tuple[ProcessSummary, ...]
-    accounts: tuple[AccountSummary, ...]  # the largest allocated peak first
+    accounts: tuple[AccountSummary, ...]  # in order of Account.rank
     requests: tuple[Request, ...]
     torn: Mapping[str, int]  # bytes after the last whole batch, by file
 
     @property
     def primary(self) -> AccountSummary | None:
-        """The account with the largest allocated peak; None: no tensor was seen."""
+        """The account that counts: of the largest allocated peak. None: no tensor was seen."""
         return self.accounts[0] if self.accounts else None
 
     @property
@@ -119,7 +119,7 @@ def summarise(trace: Trace) -> Summary:
         for process in trace.processes
         for account in accounts(process)
     ]
-    found.sort(key=lambda one: -one.peak.allocated)
+    found.sort(key=lambda one: one.account.rank)
     manifest = trace.manifest
     exited = manifest.get("exit") or {}
     return Summary(

@@ -11,12 +11,11 @@ import sys
 import zlib
 from _json import encode_basestring_ascii  # the C function that json.dumps uses
 
+from memtrace.record.imports import when_imported
 from memtrace.trace import FORMAT, MANIFEST, SCHEMA
 
 TYPE_CHECKING = False  # typing.TYPE_CHECKING, without importing typing
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from importlib.machinery import ModuleSpec
     from pathlib import Path
     from types import ModuleType
 
@@ -26,79 +25,46 @@ EPOCH = "MEMTRACE_EPOCH_NS"  # perf_counter_ns() of the launcher: one clock for 
 OPTIONS = "MEMTRACE_OPTIONS"  # keyword arguments of Session, as JSON
 
 
+_waiting: "Waiting | None" = None
+
+
 def start() -> None:
     """Record this process, and every one forked from it, from its first import of torch.
 
     Raises:
         OSError: the run isn't there or can't be written.
     """
-    if any(isinstance(finder, TorchHook) for finder in sys.meta_path):
-        return  # two installations of memtrace, one recording the other's launcher
-    hook = TorchHook(os.environ[RUN], int(os.environ[EPOCH]), os.environ[OPTIONS])
-    os.register_at_fork(after_in_child=hook.forked)
-    sys.meta_path.insert(0, hook)
-    if "torch" in sys.modules:  # a .pth file was faster
-        hook.record()
+    global _waiting
+    if _waiting is None:  # else two installations of memtrace, one recording the other's launcher
+        _waiting = Waiting(os.environ[RUN], int(os.environ[EPOCH]), os.environ[OPTIONS])
+        os.register_at_fork(after_in_child=_waiting.forked)
+        when_imported("torch", _waiting.record)
 
 
-class TorchHook:
-    """A finder on ``sys.meta_path`` that finds nothing itself: it begins to record after torch.
-
-    It stays there, since removing it while another thread walks the list would hide a finder from
-    that thread.
-    """
+class Waiting:
+    """A process of the run that has not imported torch yet."""
 
     def __init__(self, run: str, epoch_ns: int, options: str) -> None:
         self._run = run
         self._epoch_ns = epoch_ns
         self._options = options
         self._folder = enter_run(run)
-        self._waiting = True
+        self._over = False
 
     def forked(self) -> None:
         """In a forked child: introduce it too. A session that records follows forks by itself."""
-        if self._waiting:
+        if not self._over:
             try:
                 self._folder = enter_run(self._run)
             except OSError as error:
-                self._waiting = False
+                self._over = True
                 _say(error)
 
-    def find_spec(
-        self,
-        name: str,
-        path: "Sequence[str] | None" = None,
-        target: "ModuleType | None" = None,
-    ) -> "ModuleSpec | None":
-        if name != "torch" or not self._waiting:
-            return None
-        for finder in sys.meta_path:
-            if finder is not self:
-                spec = finder.find_spec(name, path, target)
-                if spec is not None:
-                    self._follow(spec)
-                    return spec
-        return None
-
-    def _follow(self, spec: "ModuleSpec") -> None:
-        """Make the module's own loader call :meth:`record` once it has run the module."""
-        loader = spec.loader
-        if loader is None:  # a namespace package: a folder that only has torch's name
-            return
-        execute = loader.exec_module
-
-        def exec_module(module: "ModuleType") -> None:
-            execute(module)
-            del loader.exec_module  # the class's method shows again
-            self.record()
-
-        loader.exec_module = exec_module  # type: ignore[method-assign]
-
-    def record(self) -> None:
+    def record(self, torch: "ModuleType") -> None:
         """Begin to record in the thread that imported torch, or say why that can't be."""
-        if not self._waiting:
+        if self._over:
             return
-        self._waiting = False
+        self._over = True
         import json
         from pathlib import Path
 

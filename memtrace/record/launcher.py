@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,13 @@ from memtrace.record import child
 from memtrace.record.process import Sampler, high_water
 from memtrace.sizes import format_size
 from memtrace.trace import SUFFIX
-from memtrace.trace.manifest import Knowledge, file_checksums, read_manifest, write_manifest
+from memtrace.trace.manifest import (
+    file_checksums,
+    first_manifest,
+    read_manifest,
+    timestamp,
+    write_manifest,
+)
 
 #: Exit codes of the launcher itself: 125 to 127 as env(1) and timeout(1) have them, 123 ours.
 USAGE, NOT_RECORDED, FAILED, NOT_EXECUTABLE, NOT_FOUND = 2, 123, 125, 126, 127
@@ -49,6 +54,9 @@ _GRACE_SECONDS = 0.2
 
 #: States of a process in which a session ran.
 _RECORDED = {"recording", "ended"}
+
+#: Manifests of processes by the name of their folder.
+_Processes = dict[str, dict[str, Any]]
 
 _BOOTSTRAP = str(Path(__file__).parent / "bootstrap")
 
@@ -103,32 +111,29 @@ def record(
         sampler.close()
         code = os.waitstatus_to_exitcode(status)
         peaks = _peaks(sampler.peaks, pid, max_rss, floor)
-        processes = _processes(folder)
         manifest |= {
             "state": "complete",
-            "ended": _now(),
-            "exit": {"code": code, "signal": None}
-            if code >= 0
-            else {"code": None, "signal": -code},
+            "ended": timestamp(),
+            "exit": {"code": code if code >= 0 else None, "signal": -code if code < 0 else None},
             "process_peak": {str(pid): peak for pid, peak in peaks.items()},
             "still_running": sorted(running),
             "sampling": {"interval_ms": interval_ms, "nvml": sampler.nvml.status},
         }
-        unfinished = {name for name, process in processes.items() if process.get("pid") in running}
-        failure = _complete(folder, manifest, unfinished) or sampler.failure
+        processes = _processes(folder)
+        failure = _complete(folder, manifest, processes, running) or sampler.failure
         if failure is not None:
-            _say(f"the trace is incomplete, {shown} can't be written: {failure.strerror}")
-        states = {process.get("state") for process in processes.values()}
-        if not states:
+            reason = os.strerror(failure.errno) if failure.errno else failure
+            _say(f"the trace is incomplete, {shown} can't be written: {reason}")
+        if not processes:
             _say(
                 f"no recorder started in {command[0]} (it needs Python, without -I, -E or -S), so "
                 f"{shown} holds process memory only"
             )
         elif not quiet:
-            _say(_summary(shown, len(processes), peaks))
+            _say(_summary(shown, processes, peaks))
         if code:
             return code if code > 0 else 128 - code
-        return 0 if _was_recorded(states) else NOT_RECORDED
+        return 0 if _was_recorded(processes) else NOT_RECORDED
 
 
 def _stem(command: Sequence[str]) -> str:
@@ -137,28 +142,9 @@ def _stem(command: Sequence[str]) -> str:
     return Path(next(scripts, command[0])).stem or "run"
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
 def _say(text: str) -> None:
     with suppress(OSError):  # the terminal may be gone
         print(f"memtrace: {text}", file=sys.stderr, flush=True)
-
-
-def _first_manifest(command: Sequence[str], epoch_ns: int) -> dict[str, Any]:
-    system = os.uname()
-    return {
-        "state": "running",
-        "knowledge": Knowledge.MEASURED,
-        "command": list(command),
-        "cwd": os.path.abspath("."),
-        "started": _now(),
-        "epoch_ns": epoch_ns,
-        "host": system.nodename,
-        "platform": f"{system.sysname} {system.release} {system.machine}",
-        "python": sys.version.split()[0],
-    }
 
 
 @contextmanager
@@ -186,7 +172,7 @@ def _new_run(
                 undo.callback(replaced.rename, folder)
             folder.mkdir()
             undo.callback(shutil.rmtree, folder)
-            manifest = _first_manifest(command, epoch_ns)
+            manifest = first_manifest(command, epoch_ns)
             write_manifest(folder, manifest)
         except TraceError as error:
             raise LaunchError(f"--force replaces only runs of memtrace: {error}", FAILED) from None
@@ -283,7 +269,7 @@ def _peaks(sampled: Mapping[int, int], pid: int, max_rss: int, floor: int) -> di
     return dict(sampled)
 
 
-def _processes(run: Path) -> dict[str, dict[str, Any]]:
+def _processes(run: Path) -> _Processes:
     """The manifests of the processes that a recorder started in, by folder."""
     found = {}
     for folder in run.iterdir():
@@ -293,8 +279,11 @@ def _processes(run: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _complete(run: Path, manifest: dict[str, Any], unfinished: set[str]) -> OSError | None:
+def _complete(
+    run: Path, manifest: dict[str, Any], processes: _Processes, running: set[int]
+) -> OSError | None:
     """Write the last manifest, with checksums of every file that won't change any more."""
+    unfinished = {name for name, process in processes.items() if process.get("pid") in running}
     try:
         manifest["files"] = {
             name: file
@@ -307,13 +296,15 @@ def _complete(run: Path, manifest: dict[str, Any], unfinished: set[str]) -> OSEr
     return None
 
 
-def _was_recorded(states: set[str | None]) -> bool:
+def _was_recorded(processes: _Processes) -> bool:
     """A process with torch was recorded, or none needed to be."""
+    states = {process.get("state") for process in processes.values()}
     return bool(states) and ("failed" not in states or not states.isdisjoint(_RECORDED))
 
 
-def _summary(shown: Path, processes: int, peaks: Mapping[int, int]) -> str:
-    what = f"{processes} process{'es' if processes != 1 else ''} recorded"
+def _summary(shown: Path, processes: _Processes, peaks: Mapping[int, int]) -> str:
+    count = len({process.get("pid") for process in processes.values()})
+    what = f"{count} process{'es' if count != 1 else ''} recorded"
     if peaks:
         what += f", peak RSS {format_size(max(peaks.values()))}"
     if len(peaks) > 1:

@@ -27,7 +27,7 @@ _FIELDS = 4
 _NO_STACK = -1
 
 
-class StorageRef(weakref.ref):  # type: ignore[type-arg]
+class StorageRef(weakref.ref):
     """A live storage: its address as a StorageImpl, and (id, bytes, context of its free)."""
 
     __slots__ = ("key", "row")

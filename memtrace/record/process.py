@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from time import perf_counter_ns
+from time import perf_counter_ns, thread_time_ns
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
-#: Looking for new processes, high-water marks and NVML cost more than RSS: every so many samples.
+#: Looking for descendants, high-water marks and NVML cost more than RSS: every so many samples.
 _RARELY = 5
 #: Sampling takes at most this share of one core, however many processes there are.
 _SHARE = 0.05
@@ -87,28 +87,26 @@ class Nvml:
 
     def used(self, pids: set[int]) -> dict[int, int]:
         """Bytes by process, of those that NVML reports with a known value on every GPU."""
+        if self._nvml is None:
+            return {}
         used: dict[int, int | None] = {}
-        for gpu in self._gpus:
-            for process in self._running(gpu):
-                if process.pid in pids:
-                    before = used.get(process.pid, 0)
-                    now = process.usedGpuMemory  # None: the driver doesn't tell
-                    used[process.pid] = None if before is None or now is None else before + now
+        try:
+            for gpu in self._gpus:
+                for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(gpu):
+                    if process.pid in pids:
+                        before = used.get(process.pid, 0)
+                        now = process.usedGpuMemory  # None: the driver doesn't tell
+                        used[process.pid] = None if before is None or now is None else before + now
+        except self._nvml.NVMLError as error:
+            self.status = f"not available: {error}"
+            self._nvml = None
+            return {}
         known = {pid: value for pid, value in used.items() if value is not None}
         if known:
             self.status = "by process"
         elif used:
             self.status = "not available: the driver doesn't report memory by process"
         return known
-
-    def _running(self, gpu: Any) -> list[Any]:
-        assert self._nvml is not None
-        try:
-            return list(self._nvml.nvmlDeviceGetComputeRunningProcesses(gpu))
-        except self._nvml.NVMLError as error:
-            self.status = f"not available: {error}"
-            self._gpus.remove(gpu)
-            return []
 
 
 class Sampler:
@@ -144,13 +142,15 @@ class Sampler:
 
     def sample(self) -> None:
         """Take a sample if one is due; write what was taken twice a second."""
-        start = perf_counter_ns()
-        if start < self._next_ns:
+        start_ns = perf_counter_ns()
+        if start_ns < self._next_ns:
             return
+        cpu_ns = thread_time_ns()
         rarely = self._ticks % _RARELY == 0
         self._ticks += 1
+        self._enter_recorded()
         if rarely:
-            self._discover()
+            self._enter_descendants()
         for pid in list(self.alive):
             rss = resident(pid)
             if not rss:
@@ -162,11 +162,11 @@ class Sampler:
         if rarely:
             for pid, used in self.nvml.used(self.alive).items():
                 self._add(pid, "nvml", used)
-        spent_ns = perf_counter_ns() - start
-        self._next_ns = start + max(self._interval_ns, round(spent_ns / _SHARE))
-        if start >= self._flush_ns:
+        cpu_ns = thread_time_ns() - cpu_ns
+        self._next_ns = start_ns + max(self._interval_ns, round(cpu_ns / _SHARE))
+        if start_ns >= self._flush_ns:
             self._flush()
-            self._flush_ns = start + _FLUSH_NS
+            self._flush_ns = start_ns + _FLUSH_NS
 
     def _add(self, pid: int, source: str, value: int) -> None:
         time_us = (perf_counter_ns() - self._epoch_ns) // 1000
@@ -174,13 +174,16 @@ class Sampler:
         if source != "nvml":
             self.peaks[pid] = max(self.peaks.get(pid, 0), value)
 
-    def _discover(self) -> None:
-        """Descendants by their parents; those whose parent has gone by their folder in the run."""
+    def _enter_recorded(self) -> None:
+        """Processes that have made a folder in the run, whoever their parent is."""
         with suppress(OSError):  # somebody may have moved the run away
             for name in os.listdir(self._run):
                 if name[0].isdigit() and name not in self._folders:
                     self._folders.add(name)
                     self.alive.add(int(name.partition("-")[0]))
+
+    def _enter_descendants(self) -> None:
+        """Children of those that are known, recorded or not."""
         found = list(self.alive)
         for pid in found:  # grows while it is walked
             for child in children(pid):
@@ -209,7 +212,8 @@ class Sampler:
 
     def survivors(self) -> set[int]:
         """Processes of the run that live now."""
-        self._discover()
+        self._enter_recorded()
+        self._enter_descendants()
         return {pid for pid in self.alive if resident(pid)}
 
     def close(self) -> None:

@@ -6,8 +6,7 @@ import platform
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import UTC, datetime
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import perf_counter_ns
 from types import TracebackType
@@ -17,11 +16,18 @@ import torch
 
 from memtrace import components, scopes
 from memtrace.errors import MemtraceError
+from memtrace.record.child import enter_run
 from memtrace.record.ledger import Frame, Ledger
 from memtrace.record.modules import Rules
 from memtrace.record.process import high_water, resident
 from memtrace.record.tensors import TensorSource
-from memtrace.trace.manifest import Knowledge, file_checksums, read_manifest, write_manifest
+from memtrace.trace.manifest import (
+    file_checksums,
+    first_manifest,
+    read_manifest,
+    timestamp,
+    write_manifest,
+)
 
 #: Seconds between two writes: what a killed process can lose at most.
 FLUSH_SECONDS = 0.5
@@ -29,7 +35,7 @@ FLUSH_SECONDS = 0.5
 #: What a dispatch mode can't see, said in every trace.
 UNSEEN = (
     "scratch memory that kernels take below the dispatcher",
-    "storages made without an operator (from_numpy, memory-mapped files) until they become "
+    "storages made without an operator (DLPack, files mapped by safetensors) until they become "
     "parameters or inputs of a model",
     "threads that ran before recording began, until they call a module or a scope",
 )
@@ -81,9 +87,7 @@ class Session:
 
     _active: "Session | None" = None
 
-    def __init__(
-        self, folder: Path, *, epoch_ns: int, stacks: int = 0, sample_ms: int = 0
-    ) -> None:
+    def __init__(self, folder: Path, *, epoch_ns: int, stacks: int = 0, sample_ms: int = 0) -> None:
         self._folder = folder
         self._sample_ms = sample_ms
         self._stacks = stacks
@@ -143,13 +147,12 @@ class Session:
         self._stop.set()
         if self._writer is not None:
             self._writer.join()
+        self._ledger.sample("hwm", high_water(os.getpid()))
         self.checkpoint()
         self._ledger.close()
-        try:
-            self._write_manifest("ended")
-        except OSError as error:
-            self._ledger.failure = self._ledger.failure or error
         self._complain()
+        with suppress(OSError):  # then the manifest still says "recording", as for a killed process
+            self._write_manifest("ended")
 
     def checkpoint(self) -> int:
         """Write everything so far, and what the books say is allocated beside it.
@@ -187,9 +190,9 @@ class Session:
         failure = self._ledger.failure
         if failure is not None and "failure" not in self._manifest:
             self._manifest["failure"] = str(failure)
+            reason = os.strerror(failure.errno) if failure.errno else failure
             print(
-                f"memtrace: recording stopped, {self._folder} can't be written: "
-                f"{failure.strerror or failure}",
+                f"memtrace: recording stopped, {self._folder} can't be written: {reason}",
                 file=sys.stderr,
             )
 
@@ -228,12 +231,11 @@ class Session:
 
     def _forked(self) -> None:
         """In a forked child: books of its own, in a folder of its own."""
-        self._folder = self._folder.with_name(str(os.getpid()))
-        self._manifest = {**self._manifest, **_process()}
-        source = self._local.source
+        source = getattr(self._local, "source", None)
         self._sources = [source] if source else []
         try:
-            self._folder.mkdir()
+            self._folder = Path(enter_run(str(self._folder.parent)))
+            self._manifest = {**_process(), **_existing(self._folder)}
             self._write_manifest("recording")
         except OSError as error:
             self._ledger.failure = error
@@ -301,15 +303,8 @@ def record_here(path: str | Path, *, stacks: int = 0) -> Iterator[Session]:
     except FileExistsError:
         raise MemtraceError(f"{run} exists; choose another name or remove it") from None
     epoch_ns = perf_counter_ns()
-    body = {
-        "knowledge": Knowledge.MEASURED,
-        "command": sys.orig_argv,
-        "cwd": os.getcwd(),
-        "started": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "epoch_ns": epoch_ns,
-        "host": platform.node(),
-    }
-    write_manifest(run, {**body, "state": "running"})
+    manifest = first_manifest(sys.orig_argv, epoch_ns)
+    write_manifest(run, manifest)
     session = Session(run / str(os.getpid()), epoch_ns=epoch_ns, stacks=stacks, sample_ms=20)
     session.start()
     try:
@@ -317,9 +312,8 @@ def record_here(path: str | Path, *, stacks: int = 0) -> Iterator[Session]:
     finally:
         session.close()
         peak = {str(os.getpid()): high_water(os.getpid())}
-        ended = datetime.now(UTC).isoformat(timespec="milliseconds")
-        end = {"state": "complete", "ended": ended, "process_peak": peak}
-        write_manifest(run, {**body, **end, "files": file_checksums(run)})
+        manifest |= {"state": "complete", "ended": timestamp(), "process_peak": peak}
+        write_manifest(run, {**manifest, "files": file_checksums(run)})
 
 
 def _process() -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 A dispatch mode sees each operator below autograd. What it returns is an alias of something known
 or a new storage, and a weak reference on the storage tells when that dies. Not seen: what a kernel
-takes below the dispatcher (scratch buffers), and storages made without an operator (``from_numpy``,
-memory-mapped files) until they are adopted as a parameter, an input of a model or by a retag.
+takes below the dispatcher (scratch buffers), and storages made without an operator (DLPack, files
+mapped by safetensors) until they are adopted as a parameter, an input of a model or by a retag.
 """
 
 import sys
@@ -20,6 +20,8 @@ from memtrace.trace.schema import Action
 
 #: Codes in ``Frame.ops`` that are no contexts.
 _ALIAS, _SPECIAL = -1, -2
+
+_STRIDED = torch.strided
 
 #: Operators that put another storage, or another size of it, under a tensor that exists.
 _RESIZING = {"aten::resize_", "aten::resize_as_", "aten::set_"}
@@ -87,7 +89,7 @@ class TensorSource(TorchDispatchMode):
         # ``_op`` is what calling the overload ends in, without a Python call in between.
         out = func._op(*args, **kwargs) if kwargs else func._op(*args)
         if context != _ALIAS:
-            if type(out) is Tensor and out.is_cpu:
+            if type(out) is Tensor and out.is_cpu and out.layout is _STRIDED:
                 storage = out.untyped_storage()
                 if storage._cdata not in self._live:
                     self._ledger.allocate(storage, context, frame.free)

@@ -2,8 +2,10 @@
 
 import json
 import os
+import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,27 @@ class Knowledge(StrEnum):
 
 def _checksum(body: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
+
+
+def timestamp() -> str:
+    """The time of day, as manifests have it."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def first_manifest(command: Sequence[str], epoch_ns: int) -> dict[str, Any]:
+    """What a run's manifest says while it is recorded; ``epoch_ns`` is its time 0."""
+    system = os.uname()
+    return {
+        "state": "running",
+        "knowledge": Knowledge.MEASURED,
+        "command": list(command),
+        "cwd": os.path.abspath("."),
+        "started": timestamp(),
+        "epoch_ns": epoch_ns,
+        "host": system.nodename,
+        "platform": f"{system.sysname} {system.release} {system.machine}",
+        "python": sys.version.split()[0],
+    }
 
 
 def write_manifest(folder: Path, body: Mapping[str, Any]) -> None:

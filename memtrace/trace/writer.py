@@ -26,15 +26,16 @@ def _array(values: Sequence[Any] | np.ndarray, kind: pa.DataType) -> pa.Array:
     if pa.types.is_integer(kind):
         data = np.array([value or 0 for value in values], np.dtype(str(kind)))
         return pa.Array.from_buffers(kind, len(values), [bitmap, pa.py_buffer(data)])
-    items = [value or "" for value in values]
-    if pa.types.is_string(kind):
-        items = [item.encode() for item in items]
+    text = pa.types.is_string(kind)
+    items = [(value or "").encode() if text else value or () for value in values]
     offsets = pa.py_buffer(np.cumsum([0, *map(len, items)], dtype=np.int32))
-    if pa.types.is_string(kind):
-        text = pa.py_buffer(b"".join(items))
-        return pa.Array.from_buffers(kind, len(values), [bitmap, offsets, text])
-    flat = _array([value for item in items for value in item], kind.value_type)
-    return pa.Array.from_buffers(kind, len(values), [bitmap, offsets], children=[flat])
+    flat: list[Any] = [part for item in items for part in item]
+    if text:
+        return pa.Array.from_buffers(
+            kind, len(values), [bitmap, offsets, pa.py_buffer(bytes(flat))]
+        )
+    children = [_array(flat, kind.value_type)]
+    return pa.Array.from_buffers(kind, len(values), [bitmap, offsets], children=children)
 
 
 class TableWriter:

@@ -51,9 +51,7 @@ def booked(process: ProcessTrace) -> list[tuple[Action, str, int, str]]:
             int(size),
             scopes_["name"][contexts["scope"][context]],
         )
-        for size, context in zip(
-            process.events["bytes"], process.events["context"], strict=True
-        )
+        for size, context in zip(process.events["bytes"], process.events["context"], strict=True)
     ]
 
 
@@ -130,7 +128,7 @@ def test_sparse_tensors_are_reported_as_unseen(record) -> None:
 
 def test_a_storage_found_later_is_adopted(record) -> None:
     array = np.zeros(1024, dtype=np.float32)
-    process = record(lambda: scopes.retag(torch.from_numpy(array), "Temp"))
+    process = record(lambda: scopes.retag(torch.from_dlpack(array), "Temp"))
     assert booked(process)[0] == (Action.ALLOC, "Temp", 4096, "adopted")
 
 
@@ -298,8 +296,6 @@ def test_the_books_equal_the_living_storages_at_every_step(steps) -> None:
         for position, expected in truth:
             read = sum(one.allocated.read_one(position - 1) for one in found)
             by_component = sum(
-                series.read_one(position - 1)
-                for one in found
-                for series in one.components.values()
+                series.read_one(position - 1) for one in found for series in one.components.values()
             )
             assert read == by_component == expected

@@ -4,6 +4,7 @@ This is what SnapKV implementations on transformers do, so its memory is what th
 prompt's hidden states and embeddings are held by the model's code, the MLP runs at full length.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -88,8 +89,9 @@ def _tag_components(task: Task) -> Iterator[RemovableHandle]:
     yield from _within(model.model.norm, lambda: scopes.component("Act"))
     yield from _within(model.lm_head, lambda: scopes.component("Temp"))
     for index, layer in enumerate(task.decoder.layers):
-        yield from _within(layer, lambda: scopes.component("Act"))
-        yield from _within(layer, lambda index=index: scopes.layer(index))  # type: ignore[misc]
+        yield from _within(
+            layer, functools.partial(scopes.layer, index), lambda: scopes.component("Act")
+        )
         yield layer.register_forward_hook(_output_is_hidden)
 
 
@@ -99,13 +101,14 @@ def _output_is_hidden(_: nn.Module, __: Any, output: Any) -> None:
 
 
 def _within(
-    module: nn.Module, scope: Callable[[], AbstractContextManager[None]]
+    module: nn.Module, *open_scopes: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[RemovableHandle]:
-    """Run every call of ``module`` inside ``scope()``, also when it raises."""
+    """Run every call of ``module`` inside these scopes, the first outermost, also if it raises."""
     entered = ExitStack()
 
     def before(*_: Any) -> None:
-        entered.enter_context(scope())
+        for open_scope in open_scopes:
+            entered.enter_context(open_scope())
 
     def after(*_: Any) -> None:
         entered.close()

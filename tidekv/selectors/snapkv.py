@@ -67,6 +67,9 @@ class SnapKV:
 
     def select(self, layer: LayerEnd, rows: int, scoring: str) -> torch.Tensor:
         """See :meth:`tidekv.selectors.base.Selector.select`."""
+        batch, kv_heads, length = layer.keys.shape[:3]
+        if rows == length:
+            return torch.arange(rows, device=layer.keys.device).repeat(batch, kv_heads, 1)
         rule = Rule(self.aggregate, self.pooling, self.kernel_size)
         count = rows - self.sinks - self.window
         if scoring == "dense":
@@ -88,7 +91,6 @@ class SnapKV:
                 count=count,
                 block_size=self.block_size,
             )
-        batch, kv_heads, length = layer.keys.shape[:3]
         sinks = torch.arange(self.sinks, device=top.device)
         window = torch.arange(length - self.window, length, device=top.device)
         kept = torch.cat(

@@ -13,14 +13,14 @@ _here = os.path.dirname(__file__)
 sys.path[:] = [entry for entry in sys.path if entry != _here]
 
 if "MEMTRACE_RUN" in os.environ:
-    # This interpreter may be another one than memtrace is installed in, so the folder that holds
-    # memtrace is on its path for this one import only, which itself imports nothing.
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(_here))))
     try:
-        import memtrace  # noqa: F401
-    finally:
-        del sys.path[0]
-    try:
+        # This interpreter may be another one than memtrace is installed in, so the folder that
+        # holds memtrace is on its path for this one import only, which itself imports nothing.
+        sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(_here))))
+        try:
+            import memtrace  # noqa: F401
+        finally:
+            del sys.path[0]
         from memtrace.record.child import start
 
         start()

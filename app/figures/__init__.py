@@ -1,0 +1,1 @@
+"""Pure functions from analysed runs to Plotly figures; none of them knows Streamlit."""

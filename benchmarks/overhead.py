@@ -1,0 +1,129 @@
+"""What recording costs: CPU time as a ratio to the plain run, bytes per event, its own memory.
+
+    python benchmarks/overhead.py [--runs 5] [--json]
+
+Two workloads, each a process of its own, plain and recorded in turn; the ratio is that of the
+medians. ``prefill``: SmolLM2-135M's shapes, random weights, a prompt of 4,096 tokens. ``decode``:
+many tiny operators, 8 layers of hidden size 256, one token at a time. Only the workload is timed
+(all threads of the process, the recorder's too), not the imports.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+LIMITS = {"prefill": 1.10, "decode": 2.3, "bytes_per_event": 16, "buffer_bytes": 64 << 20}
+
+
+def work(name: str) -> None:
+    """Run one workload in this process and print its CPU seconds."""
+    import torch
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+    warnings.simplefilter("ignore")  # transformers renames arguments from version to version
+    torch.set_num_threads(1)  # idle threads of a pool spin, and their spinning would be counted
+    torch.manual_seed(0)
+    shapes = {
+        "prefill": {
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "vocab_size": 49152,
+        },
+        "decode": {
+            "hidden_size": 256,
+            "intermediate_size": 688,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "vocab_size": 1000,
+        },
+    }
+    config = LlamaConfig(**shapes[name], tie_word_embeddings=True)
+    model = LlamaForCausalLM(config).eval()
+    prompt = torch.arange(4096 if name == "prefill" else 32)[None] % config.vocab_size
+
+    def forward(ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+        return model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+
+    def run(steps: int) -> None:
+        cache = DynamicCache(config=config)
+        logits = forward(prompt, cache)
+        for _ in range(steps):
+            logits = forward(logits[:, -1:].argmax(-1), cache)
+
+    with torch.no_grad():
+        forward(prompt[:, :32], DynamicCache(config=config))  # warm-up
+        start = time.process_time()
+        run(0 if name == "prefill" else 400)
+        print(time.process_time() - start)
+
+
+def measure(name: str, runs: int, folder: Path) -> dict[str, object]:
+    """Alternate plain and recorded runs of one workload."""
+    command = [sys.executable, __file__, "--work", name]
+    seconds: dict[str, list[float]] = {"plain": [], "recorded": []}
+    for number in range(runs):
+        trace = folder / f"{name}-{number}.memtrace"
+        recorder = [sys.executable, "-m", "memtrace", "record", "-q", "-o", str(trace), "--"]
+        for kind, prefix in (("plain", []), ("recorded", recorder)):
+            out = subprocess.run(
+                prefix + command, check=True, stdout=subprocess.PIPE, text=True
+            ).stdout
+            seconds[kind].append(float(out))
+            print(f"{name} {number + 1}/{runs} {kind}: {float(out):.2f} s", file=sys.stderr)
+    (process,) = (path for path in trace.iterdir() if path.is_dir())
+    manifest = json.loads((process / "manifest.json").read_text())
+    events = manifest["events"]
+    medians = {kind: statistics.median(values) for kind, values in seconds.items()}
+    return {
+        "seconds": seconds,
+        "ratio": medians["recorded"] / medians["plain"],
+        "events": events,
+        "events_per_second": round(events / medians["recorded"]),
+        "bytes_per_event": (process / "events.arrow").stat().st_size / events,
+        "trace_bytes": sum(path.stat().st_size for path in trace.rglob("*") if path.is_file()),
+        "buffer_bytes": manifest["recorder"]["peak_buffer_bytes"],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--runs", type=int, default=5, help="pairs of runs (default: 5)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--work", choices=("prefill", "decode"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        work(args.work)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        found = {name: measure(name, args.runs, Path(folder)) for name in ("prefill", "decode")}
+    if args.json:
+        print(json.dumps({"schema": 1, "limits": LIMITS, **found}, indent=1))
+    else:
+        for name, one in found.items():
+            print(
+                f"{name:<8} CPU recorded / plain {one['ratio']:.3f} (limit {LIMITS[name]}), "
+                f"{one['events']:,} events, {one['events_per_second']:,} events/s, "
+                f"{one['bytes_per_event']:.1f} bytes/event (limit {LIMITS['bytes_per_event']}), "
+                f"buffers {one['buffer_bytes'] / 2**20:.1f} MiB (limit 64)"
+            )
+    within = all(
+        one["ratio"] <= LIMITS[name]
+        and one["bytes_per_event"] <= LIMITS["bytes_per_event"]
+        and one["buffer_bytes"] <= LIMITS["buffer_bytes"]
+        for name, one in found.items()
+    )
+    return 0 if within else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""Show runs in a browser, side by side, from a server that only this machine can reach."""
+
+import argparse
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import memtrace
+from memtrace.errors import MemtraceError
+
+NAME = "view"
+HELP = "look at runs in a browser"
+
+_NEEDED = ("streamlit", "plotly", "pandas")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="runs made by memtrace record")
+    parser.add_argument("--port", type=int, metavar="N", help="default: the first free from 8501")
+    parser.add_argument("--no-browser", action="store_true", help="only serve; open no browser")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check the runs, then become the viewer's server; Ctrl-C ends it.
+
+    Raises:
+        MemtraceError: a run is missing or damaged, or the viewer's packages aren't installed.
+    """
+    from memtrace.analysis.summary import summarise
+    from memtrace.trace.reader import open_trace
+
+    if args.port is not None and not 1 <= args.port <= 65535:
+        raise MemtraceError(f"{args.port} is not a port; use one from 1 to 65535")
+    folders = []
+    for path in args.runs:
+        trace = open_trace(path)
+        summarise(trace)
+        folders.append(str(trace.folder.resolve()))
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MemtraceError(
+            f"the viewer needs {' and '.join(missing)}; install it with pip install 'tidekv[app]'"
+        )
+    # The server takes this process's place, so a signal to memtrace is a signal to it.
+    os.execv(sys.executable, _server(folders, args.port, args.no_browser))
+
+
+def _server(folders: list[str], port: int | None, no_browser: bool) -> list[str]:
+    """The command line of the server; -P keeps what lies in the current folder out of its way."""
+    page = Path(memtrace.__file__).parent.parent / "app" / "main.py"
+    options = [
+        "--server.address=127.0.0.1",
+        "--server.fileWatcherType=none",
+        "--server.showEmailPrompt=false",
+        "--browser.gatherUsageStats=false",
+        "--client.toolbarMode=viewer",
+    ]
+    if port is not None:
+        options.append(f"--server.port={port}")
+    if no_browser:
+        options.append("--server.headless=true")
+    command = [sys.executable, "-P", "-m", "streamlit", "run", str(page), *options]
+    return [*command, "--", *folders]

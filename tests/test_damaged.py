@@ -1,0 +1,369 @@
+"""Whatever is wrong with a run, ``report``, ``compare`` and ``view`` say it in one sentence."""
+
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from memtrace.cli import main
+from memtrace.trace import MANIFEST, SCHEMA
+from memtrace.trace.manifest import file_checksums, read_manifest, write_manifest
+from memtrace.trace.schema import Action
+from tests.synthetic import PID, History, prefill
+
+TABLES = ("events", "contexts", "scopes", "samples", "requests")
+FILES = (MANIFEST, f"{PID}/{MANIFEST}", *(f"{PID}/{table}.arrow" for table in TABLES))
+
+Damage = Callable[[Path], object]
+
+
+def truncated(share: float) -> Damage:
+    def damage(path: Path) -> None:
+        data = path.read_bytes()
+        path.write_bytes(data[: int(share * len(data))])
+
+    return damage
+
+
+def flipped(share: float) -> Damage:
+    def damage(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[min(int(share * len(data)), len(data) - 1)] ^= 0x10
+        path.write_bytes(data)
+
+    return damage
+
+
+def replaced(data: bytes) -> Damage:
+    return lambda path: path.write_bytes(data)
+
+
+def became(make: Damage) -> Damage:
+    def damage(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return damage
+
+
+#: What can happen to any file of a complete run.
+FILE_DAMAGE: dict[str, Damage] = {
+    "emptied": truncated(0),
+    "cut to a byte": truncated(0.002),
+    "cut in half": truncated(0.5),
+    "three bytes short": lambda path: path.write_bytes(path.read_bytes()[:-3]),
+    "first bit flipped": flipped(0),
+    "a bit flipped in the middle": flipped(0.5),
+    "last bit flipped": flipped(1),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "removed": lambda path: path.unlink(),
+    "foreign": replaced(b"PK\x03\x04 not one of ours"),
+    "a folder": became(lambda path: path.mkdir()),
+    "a symlink to itself": became(lambda path: path.symlink_to(path)),
+    "a pipe": became(lambda path: os.mkfifo(path)),
+    "endless": became(lambda path: path.symlink_to("/dev/zero")),
+}
+
+
+def rewritten(inner: str = "", **changes: Any) -> Damage:
+    """A manifest with other values and a valid checksum."""
+
+    def damage(run: Path) -> None:
+        folder = run / inner
+        write_manifest(folder, read_manifest(folder) | changes)
+        if inner:
+            root = read_manifest(run)
+            write_manifest(run, root | {"files": file_checksums(run)})
+
+    return damage
+
+
+def manifest_text(text: str | bytes) -> Damage:
+    data = text if isinstance(text, bytes) else text.encode()
+    return lambda run: (run / MANIFEST).write_bytes(data)
+
+
+def instead(make: Damage) -> Damage:
+    """Something else in the run's place."""
+
+    def damage(run: Path) -> None:
+        shutil.rmtree(run)
+        make(run)
+
+    return damage
+
+
+#: What a run's manifest, or the run as a whole, can be.
+RUN_DAMAGE: dict[str, Damage] = {
+    "nested JSON": manifest_text("[" * 200_000),
+    "nested objects": manifest_text('{"a":' * 100_000),
+    "nested below the parser's limit": manifest_text(
+        '{"format": "memtrace", "x": ' + "[" * 900 + "]" * 900 + "}"
+    ),
+    "a JSON list": manifest_text("[]"),
+    "a JSON null": manifest_text("null"),
+    "a huge number": manifest_text('{"format": "memtrace", "schema": ' + "9" * 10_000 + "}"),
+    "not UTF-8": manifest_text(b'{"format": "\xff"}'),
+    "of another format": manifest_text('{"format": "perfetto", "schema": 1}'),
+    "without a checksum": manifest_text('{"format": "memtrace", "schema": 1}'),
+    "newer": rewritten(schema=SCHEMA + 1),
+    "much newer": rewritten(schema=10**30),
+    "command is a string": rewritten(command="python infer.py"),
+    "command holds numbers": rewritten(command=[1, 2]),
+    "exit is a number": rewritten(exit=0),
+    "exit code is a string": rewritten(exit={"code": "0"}),
+    "knowledge is unknown": rewritten(knowledge="guessed"),
+    "knowledge is a list": rewritten(knowledge=[]),
+    "state is a number": rewritten(state=3),
+    "process_peak is a list": rewritten(process_peak=[1]),
+    "process_peak holds strings": rewritten(process_peak={"1": "2"}),
+    "files is a list": rewritten(files=[]),
+    "files holds numbers": rewritten(files={"x": 1}),
+    "files without sizes": rewritten(files={f"{PID}/events.arrow": {}}),
+    "files with true as size": rewritten(files={"x": {"bytes": True, "crc32": 1}}),
+    "no pid": rewritten(str(PID), pid=None),
+    "pid is a string": rewritten(str(PID), pid="x"),
+    "pid is true": rewritten(str(PID), pid=True),
+    "argv is a mapping": rewritten(str(PID), argv={}),
+    "dropped is a string": rewritten(str(PID), dropped="0"),
+    "unseen is a string": rewritten(str(PID), unseen="all"),
+    "torch is a number": rewritten(str(PID), torch=2.14),
+    "reason is a list": rewritten(str(PID), reason=["x"]),
+    "without the process": lambda run: shutil.rmtree(run / str(PID)),
+    "an empty folder": instead(lambda run: run.mkdir()),
+    "not there": lambda run: shutil.rmtree(run),
+    "a file": instead(lambda run: run.write_text("x")),
+    "a symlink to itself": instead(lambda run: run.symlink_to(run)),
+}
+
+
+def history_with(break_rows: Callable[[History], None]) -> History:
+    history = prefill()
+    break_rows(history)
+    return history
+
+
+def set_row(table: str, row: int, column: int, value: Any) -> Callable[[History], None]:
+    def damage(history: History) -> None:
+        values = list(history.rows[table][row])
+        values[column] = value
+        history.rows[table][row] = tuple(values)
+
+    return damage
+
+
+#: Tables with valid checksums that say what can't be.
+ROW_DAMAGE: dict[str, Callable[[History], None]] = {
+    "an event names a missing context": set_row("events", 3, 3, 9999),
+    "an event names a negative context": set_row("events", 3, 3, -1),
+    "an event has no time": set_row("events", 3, 0, None),
+    "an event has no id": set_row("events", 3, 1, None),
+    "an event has no bytes": set_row("events", 3, 2, None),
+    "an unknown action": set_row("contexts", 0, 0, 77),
+    "a context without an action": set_row("contexts", 0, 0, None),
+    "an allocation without a device": set_row("contexts", 0, 1, None),
+    "an unknown component": set_row("contexts", 0, 3, "KV"),
+    "an allocation without a component": set_row("contexts", 0, 3, None),
+    "a component of the process": set_row("contexts", 0, 3, "allocator"),
+    "a missing scope": set_row("contexts", 0, 5, 9999),
+    "a missing stack": set_row("contexts", 0, 6, 0),
+    "a scope that is its own parent": set_row("scopes", 2, 0, 2),
+    "a scope whose parent comes later": set_row("scopes", 2, 0, 3),
+    "a second root": set_row("scopes", 2, 0, -1),
+    "a scope without a name": set_row("scopes", 2, 2, None),
+    "a scope without a parent": set_row("scopes", 2, 0, None),
+    "a layer without a number": lambda history: history.rows["scopes"].append((0, "layer", "x")),
+    "a retag without what was": lambda history: history.event(Action.RETAG, 1, 1 << 20, "Act"),
+}
+
+
+def fails(run: Path, capsys: pytest.CaptureFixture[str], good: Path) -> None:
+    """Every reader refuses ``run`` in one sentence."""
+    for argv in (["report", run], ["report", "--json", run], ["compare", good, run], ["view", run]):
+        code = main([str(word) for word in argv])
+        out, err = capsys.readouterr()
+        assert code == 1, argv
+        assert re.fullmatch(r"memtrace: [^\n]+\n", err), err
+        assert not re.search("Traceback|Error|Exception|errno", err)
+        if "--json" in argv:
+            assert json.loads(out) == {"schema": 1, "error": err[len("memtrace: ") : -1]}
+        else:
+            assert out == ""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    def started(*command: object) -> None:
+        raise AssertionError(f"the viewer started on a damaged run: {command}")
+
+    monkeypatch.setattr(os, "execv", started)
+    return prefill().write(tmp_path / "run.memtrace")
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    return prefill().write(tmp_path / "good.memtrace")
+
+
+@pytest.mark.parametrize("damage", FILE_DAMAGE)
+@pytest.mark.parametrize("file", FILES)
+def test_a_damaged_file(
+    file: str, damage: str, run: Path, good: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    FILE_DAMAGE[damage](run / file)
+    fails(run, capsys, good)
+
+
+@pytest.mark.parametrize("damage", RUN_DAMAGE)
+def test_a_damaged_run(
+    damage: str, run: Path, good: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    RUN_DAMAGE[damage](run)
+    fails(run, capsys, good)
+
+
+@pytest.mark.parametrize("damage", ROW_DAMAGE)
+@pytest.mark.parametrize("complete", [True, False], ids=["complete", "killed"])
+def test_a_table_that_says_what_cannot_be(
+    damage: str,
+    complete: bool,
+    run: Path,
+    good: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    history = history_with(ROW_DAMAGE[damage])
+    fails(history.write(tmp_path / "rows", complete=complete), capsys, good)
+
+
+def test_a_table_of_another_kind(
+    run: Path, good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed = prefill().write(tmp_path / "killed", complete=False)
+    shutil.copy(killed / str(PID) / "scopes.arrow", killed / str(PID) / "events.arrow")
+    fails(killed, capsys, good)
+
+
+@pytest.mark.parametrize("name", ["", "x" * 5000, "..", "/", "/dev/null"])
+def test_a_name_that_is_no_run(
+    name: str, run: Path, good: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fails(Path(name), capsys, good)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize("file", [".", *FILES])
+def test_an_unreadable_file(
+    file: str, run: Path, good: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / file).chmod(0)
+    fails(run, capsys, good)
+    (run / file).chmod(0o700)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prefill().write(tmp_path_factory.mktemp("killed") / "run", complete=False)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    table=st.sampled_from(TABLES),
+    cut=st.none() | st.floats(0, 1),
+    flips=st.lists(st.tuples(st.floats(0, 1), st.integers(1, 255)), max_size=4),
+)
+def test_any_bytes_in_a_killed_run_are_read_or_refused(
+    table: str, cut: float | None, flips: list[tuple[float, int]], killed: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.rmtree(run, ignore_errors=True)
+    shutil.copytree(killed, run)
+    path = run / str(PID) / f"{table}.arrow"
+    data = bytearray(path.read_bytes())
+    for share, mask in flips:
+        data[int(share * (len(data) - 1))] ^= mask
+    path.write_bytes(data if cut is None else data[: int(cut * len(data))])
+
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main(["report", str(run), "--json"])
+    if code == 0:
+        assert err.getvalue() == ""
+        assert json.loads(out.getvalue())["complete"] is False
+    else:
+        assert re.fullmatch(r"memtrace: [^\n]+\n", err.getvalue())
+
+
+@settings(max_examples=30, deadline=None)
+@given(share=st.floats(0, 1))
+def test_a_killed_run_is_read_up_to_its_last_whole_batch(share: float, killed: Path) -> None:
+    path = killed / str(PID) / "events.arrow"
+    whole = path.read_bytes()
+    try:
+        path.write_bytes(whole[: int(share * len(whole))])
+        out = io.StringIO()
+        with redirect_stdout(out):
+            assert main(["report", str(killed), "--json"]) == 0
+        found = json.loads(out.getvalue())
+        assert found["events"] in (0, 27, 54)
+        assert found["events"] == 54 or found["torn"] or share * len(whole) < 1
+    finally:
+        path.write_bytes(whole)
+
+
+def test_a_batch_that_claims_to_unpack_to_more_than_there_is(
+    killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(killed, tmp_path / "bomb")
+    path = run / str(PID) / "events.arrow"
+    data = path.read_bytes()
+    # A compressed buffer begins with the size that it unpacks to.
+    size = (27 * 8).to_bytes(8, "little")
+    assert size in data
+    path.write_bytes(data.replace(size, (1 << 60).to_bytes(8, "little")))
+    assert main(["report", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["events"], found["torn"][str(path)] > 0) == (0, True)
+
+
+@pytest.mark.parametrize("command", [["report"], ["compare", "{good}"], ["view"]])
+def test_the_real_command_says_it_in_one_sentence(
+    command: list[str], run: Path, good: Path
+) -> None:
+    (run / f"{PID}/events.arrow").write_bytes(b"")
+    words = [word.format(good=good) for word in command]
+    done = subprocess.run(
+        [sys.executable, "-m", "memtrace", *words, str(run)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(
+        r"memtrace: \S+events.arrow is truncated: 0 of \d+ bytes are there\n", done.stderr
+    )
+
+
+def test_arrow_itself_checks_what_we_rely_on() -> None:
+    """A string column whose bytes are no UTF-8 must not reach us as a string."""
+    broken = pa.StringArray.from_buffers(
+        1,
+        pa.py_buffer((0).to_bytes(4, "little") + (1).to_bytes(4, "little")),
+        pa.py_buffer(b"\xff"),
+    )
+    with pytest.raises(pa.ArrowInvalid):
+        broken.validate(full=True)

