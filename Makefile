@@ -2,8 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 RUNS := demo-runs
-# The demo needs one thread a core and no more.
-DEMO := $(BIN)/python examples/tide_infer.py --model smollm2 --prompt-file traces/demo-prompt.txt
+DEMO := $(BIN)/python examples/tide_infer.py traces/demo-prompt.txt
 
 .PHONY: help demo test test-all check format bench clean
 

@@ -17,21 +17,16 @@ def main() -> None:
     parser.add_argument("--schedule", default="layer_major", help="or whole_prompt")
     parser.add_argument("--selector", default="snapkv", help="or none")
     parser.add_argument("--budget", type=int, default=1024)
-    parser.add_argument("--chunk-size", type=int, default=512)
     parser.add_argument("--max-new-tokens", type=int, default=24)
     args = parser.parse_args()
 
     model, tokenizer = tidekv.load_model(args.model)
     input_ids = tidekv.encode(tokenizer, args.prompt_file.read_text(encoding="utf-8"))
     prompt_tokens = input_ids.shape[1]
+    selector = None if args.selector == "none" else args.selector
     with scopes.request("demo", prompt_tokens=prompt_tokens) as request:
         prefilled = tidekv.prefill(
-            model,
-            input_ids,
-            schedule=args.schedule,
-            selector=None if args.selector == "none" else args.selector,
-            budget=args.budget,
-            chunk_size=args.chunk_size,
+            model, input_ids, schedule=args.schedule, selector=selector, budget=args.budget
         )
         request.first_token()
         output = tidekv.decode(

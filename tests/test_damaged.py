@@ -1,6 +1,5 @@
 """Whatever is wrong with a run, ``report``, ``compare`` and ``view`` say it in one sentence."""
 
-import io
 import json
 import os
 import re
@@ -8,14 +7,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from memtrace.cli import main
 from memtrace.trace import MANIFEST, SCHEMA
@@ -273,73 +268,6 @@ def test_an_unreadable_file(
     (run / file).chmod(0o700)
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prefill().write(tmp_path_factory.mktemp("killed") / "run", complete=False)
-
-
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    table=st.sampled_from(TABLES),
-    cut=st.none() | st.floats(0, 1),
-    flips=st.lists(st.tuples(st.floats(0, 1), st.integers(1, 255)), max_size=4),
-)
-def test_any_bytes_in_a_killed_run_are_read_or_refused(
-    table: str, cut: float | None, flips: list[tuple[float, int]], killed: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    shutil.rmtree(run, ignore_errors=True)
-    shutil.copytree(killed, run)
-    path = run / str(PID) / f"{table}.arrow"
-    data = bytearray(path.read_bytes())
-    for share, mask in flips:
-        data[int(share * (len(data) - 1))] ^= mask
-    path.write_bytes(data if cut is None else data[: int(cut * len(data))])
-
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        code = main(["report", str(run), "--json"])
-    if code == 0:
-        assert err.getvalue() == ""
-        assert json.loads(out.getvalue())["complete"] is False
-    else:
-        assert re.fullmatch(r"memtrace: [^\n]+\n", err.getvalue())
-
-
-@settings(max_examples=30, deadline=None)
-@given(share=st.floats(0, 1))
-def test_a_killed_run_is_read_up_to_its_last_whole_batch(share: float, killed: Path) -> None:
-    path = killed / str(PID) / "events.arrow"
-    whole = path.read_bytes()
-    try:
-        path.write_bytes(whole[: int(share * len(whole))])
-        out = io.StringIO()
-        with redirect_stdout(out):
-            assert main(["report", str(killed), "--json"]) == 0
-        found = json.loads(out.getvalue())
-        assert found["events"] in (0, 27, 54)
-        assert found["events"] == 54 or found["torn"] or share * len(whole) < 1
-    finally:
-        path.write_bytes(whole)
-
-
-def test_a_batch_that_claims_to_unpack_to_more_than_there_is(
-    killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = shutil.copytree(killed, tmp_path / "bomb")
-    path = run / str(PID) / "events.arrow"
-    data = path.read_bytes()
-    # A compressed buffer begins with the size that it unpacks to.
-    size = (27 * 8).to_bytes(8, "little")
-    assert size in data
-    path.write_bytes(data.replace(size, (1 << 60).to_bytes(8, "little")))
-    assert main(["report", str(run), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["events"], found["torn"][str(path)] > 0) == (0, True)
-
-
 @pytest.mark.parametrize("command", [["report"], ["compare", "{good}"], ["view"]])
 def test_the_real_command_says_it_in_one_sentence(
     command: list[str], run: Path, good: Path
@@ -356,14 +284,3 @@ def test_the_real_command_says_it_in_one_sentence(
     assert re.fullmatch(
         r"memtrace: \S+events.arrow is truncated: 0 of \d+ bytes are there\n", done.stderr
     )
-
-
-def test_arrow_itself_checks_what_we_rely_on() -> None:
-    """A string column whose bytes are no UTF-8 must not reach us as a string."""
-    broken = pa.StringArray.from_buffers(
-        1,
-        pa.py_buffer((0).to_bytes(4, "little") + (1).to_bytes(4, "little")),
-        pa.py_buffer(b"\xff"),
-    )
-    with pytest.raises(pa.ArrowInvalid):
-        broken.validate(full=True)

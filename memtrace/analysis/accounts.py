@@ -105,8 +105,10 @@ class Account:
         """The largest reserved - allocated after any event, in bytes; None: unknown."""
         if self.reserved is None:
             return None
-        steps = np.union1d(self.reserved.at, self.allocated.at)
-        return int((self.reserved.read(steps) - self.allocated.read(steps)).max(initial=0))
+        change = np.zeros(len(self.process.events["context"]), dtype=np.int64)
+        change[self.reserved.at] += np.diff(self.reserved.levels)
+        change[self.allocated.at] -= np.diff(self.allocated.levels)
+        return int(np.cumsum(change).max(initial=0))
 
     @cached_property
     def time_us(self) -> np.ndarray:
@@ -180,7 +182,7 @@ def accounts(process: ProcessTrace) -> list[Account]:
     contexts = process.contexts
     devices = {
         contexts["device"][context]
-        for context in np.unique(process.events["context"])
+        for context in np.flatnonzero(np.bincount(process.events["context"]))
         if contexts["action"][context] in TENSOR_ACTIONS
     }
     found = [Account(process, device) for device in sorted(devices)]

@@ -123,7 +123,8 @@ class Sampler:
         self._run = run
         self._epoch_ns = epoch_ns
         self._interval_ns = interval_ms * 1_000_000
-        self._next_ns = self._flush_ns = perf_counter_ns()
+        self._next_ns = perf_counter_ns()
+        self._flush_ns = self._next_ns + _FLUSH_NS
         self._ticks = 0
         self._folders: set[str] = set()
         self._rows: list[tuple[int, int, str, None, int]] = []

@@ -64,7 +64,7 @@ def test_the_chart_has_alternative_text_with_numbers(
     runs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [chart] = opened(monkeypatch, runs).get("plotly_chart")
-    assert "snapkv: allocated bytes peak at 7.7 MiB" in str(chart.proto)  # type: ignore[attr-defined]
+    assert "snapkv: allocated bytes peak at 7.7 MiB" in str(chart.proto)
 
 
 def test_one_run_alone_has_no_verdict(runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
