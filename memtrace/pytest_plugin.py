@@ -76,8 +76,8 @@ def _judge(folder: Path, start: int, limits: Mapping[str, int]) -> str | None:
     """What a block that began at event ``start`` did wrong; None: within its limits."""
     from memtrace.analysis.accounts import accounts
     from memtrace.analysis.blocks import block
-    from memtrace.trace.reader import ProcessTrace
     from memtrace.trace.manifest import read_manifest
+    from memtrace.trace.reader import ProcessTrace
 
     process = ProcessTrace(folder, read_manifest(folder), {})
     found = [block(account, start) for account in accounts(process)]
@@ -100,8 +100,8 @@ def _judge(folder: Path, start: int, limits: Mapping[str, int]) -> str | None:
         budget = format_size(limits[name]) if name in limits else ""
         lines.append(f"{name:<12}{format_size(at_peak):>14}{format_size(size):>14}{budget:>14}")
     lines += ["", "largest allocations at the peak:"]
-    for group in one.top[:8]:
-        lines.append(
-            f"{format_size(group.bytes):>12}  {group.component:<14}{group.count:>5} ×  {group.where}"
-        )
+    lines += [
+        f"{format_size(group.bytes):>12}  {group.component:<14}{group.count:>5} ×  {group.where}"
+        for group in one.top[:8]
+    ]
     return "\n".join(lines)

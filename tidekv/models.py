@@ -65,15 +65,15 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.dtype  # type: ignore[no-any-return]
+        return self.model.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.model.device  # type: ignore[no-any-return]
+        return self.model.device
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """(B, C) → (B, C, d)"""
-        return self.model.model.embed_tokens(input_ids)  # type: ignore[no-any-return]
+        return self.model.model.embed_tokens(input_ids)
 
     def rope_table(self, start: int, stop: int, prompt_tokens: int) -> RopeTable:
         """Rotation of the positions start..stop-1 of a prompt of ``prompt_tokens``.
@@ -108,21 +108,21 @@ class Decoder:
         heads = projection(normed).unflatten(-1, (-1, self.head_dim))
         if norm is not None:
             heads = norm(heads)
-        return heads.transpose(1, 2)  # type: ignore[no-any-return]
+        return heads.transpose(1, 2)
 
     def attention_output(self, layer: Any, heads: torch.Tensor) -> torch.Tensor:
         """(B, Hq, C, D) → (B, C, d)"""
-        return layer.self_attn.o_proj(heads.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return layer.self_attn.o_proj(heads.transpose(1, 2).flatten(2))
 
     def mlp(self, layer: Any, normed: torch.Tensor) -> torch.Tensor:
         """(B, C, d) → (B, C, d). The product overwrites the gate: two (B, C, d_ff), not three."""
         mlp = layer.mlp
         gate = mlp.act_fn(mlp.gate_proj(normed))
-        return mlp.down_proj(gate.mul_(mlp.up_proj(normed)))  # type: ignore[no-any-return]
+        return mlp.down_proj(gate.mul_(mlp.up_proj(normed)))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and head: (B, C, d) → (B, C, V)"""
-        return self.model.lm_head(self.model.model.norm(hidden))  # type: ignore[no-any-return]
+        return self.model.lm_head(self.model.model.norm(hidden))
 
     def scaling(self, layer: Any) -> float:
         """The factor on the attention logits, 1/√D for these families."""

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
@@ -15,6 +14,7 @@ from tidekv import selectors
 from tidekv.engine import Prefill, decode, prefill
 from tidekv.errors import DeviceMemoryError, TidekvError, check_choice
 from tidekv.loading import encode, load_model
+from tidekv.progress import progress_bar
 from tidekv.selectors import SELECTORS, Selector
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -93,9 +93,7 @@ def _answer(
     clock = _Clock(printer if stream and tokenizer is not None else None)
     with scopes.request("run", prompt_tokens=prompt_tokens) as request:
         start = time.perf_counter()
-        with tqdm(
-            total=len(model.model.layers), desc="prefill", unit="layer", leave=False, disable=None
-        ) as bar:
+        with progress_bar("Prefill", total=model.config.num_hidden_layers) as done:
             prefilled: Prefill = prefill(
                 model,
                 input_ids,
@@ -105,7 +103,7 @@ def _answer(
                 chunk_size=arguments.chunk_size,
                 scoring=arguments.scoring,
                 attention=arguments.attention,
-                on_layer=lambda _: bar.update(),
+                on_layer=lambda _: done(),
             )
         cache_bytes = prefilled.cache.nbytes()
         output = decode(
@@ -138,7 +136,7 @@ def _answer(
     )
 
 
-class _Clock(BaseStreamer):  # type: ignore[misc]
+class _Clock(BaseStreamer):
     """Notes when the first and the last token came; passes tokens on to ``printer``."""
 
     def __init__(self, printer: BaseStreamer | None) -> None:

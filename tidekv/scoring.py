@@ -29,11 +29,14 @@ class Rule:
     pooling: Literal["max", "avg"]
     kernel_size: int
 
-    def __call__(self, weights: torch.Tensor) -> torch.Tensor:
-        """Weights (B, Hkv, G, n) summed over the window → scores (B, Hkv, n)."""
-        score = weights.mean(2) if self.aggregate == "mean" else weights.amax(2)
+    def heads(self, weights: torch.Tensor) -> torch.Tensor:
+        """Weights (B, Hkv, G, n) summed over the window → one per KV head, (B, Hkv, n)."""
+        return weights.mean(2) if self.aggregate == "mean" else weights.amax(2)
+
+    def pool(self, raw: torch.Tensor) -> torch.Tensor:
+        """Pool neighbouring keys: (B, Hkv, n) → (B, Hkv, n)."""
         pool = F.max_pool1d if self.pooling == "max" else F.avg_pool1d
-        return pool(score, self.kernel_size, stride=1, padding=self.kernel_size // 2)
+        return pool(raw, self.kernel_size, stride=1, padding=self.kernel_size // 2)
 
 
 def top_dense(
@@ -51,8 +54,8 @@ def top_dense(
     logits = folded @ keys.to(folded.dtype).transpose(-1, -2)
     logits = logits.unflatten(2, (-1, window))  # (B, Hkv, G, W, S)
     logits[..., rows - window :].masked_fill_(_future(window, logits.device), float("-inf"))
-    weights = logits.softmax(-1)[..., : rows - window].sum(3)
-    scores = rule(weights)[..., first:]
+    raw = rule.heads(logits.softmax(-1)[..., : rows - window].sum(3))
+    scores = rule.pool(raw)[..., first:]
     _, positions = scores.sort(dim=-1, descending=True, stable=True)
     return positions[..., :count] + first
 
@@ -80,22 +83,31 @@ def top_blockwise(
     Returns:
         (B, Hkv, count), int64.
     """
-    window, rows = queries.shape[2], keys.shape[2]
+    window, prefix = queries.shape[2], keys.shape[2] - queries.shape[2]
     folded = _fold(queries, keys.shape[1], scaling)
     peak, total = _denominators(folded, keys, window, block_size)
 
-    halo = rule.kernel_size // 2  # neighbours that pooling needs on either side of a block
-    best = folded.new_empty(*keys.shape[:2], 0)
-    best_at = torch.empty_like(best, dtype=torch.int64)
-    for start in range(first, rows - window, block_size):
-        stop = min(start + block_size, rows - window)
-        low, high = max(start - halo, 0), min(stop + halo, rows - window)
-        weights = _logits(folded, keys[:, :, low:high]).sub_(peak).exp_().div_(total)
-        scores = rule(weights.unflatten(2, (-1, window)).sum(3))[..., start - low : stop - low]
+    halo = rule.kernel_size // 2  # neighbours that pooling reads on either side
+    position, base = first, max(first - halo, 0)  # the next to score; where raw begins
+    raw = folded.new_empty(*keys.shape[:2], 0)
+    best = torch.empty_like(raw)
+    best_at = torch.empty_like(raw, dtype=torch.int64)
+    for start in range(base, prefix, block_size):
+        stop = min(start + block_size, prefix)
+        weights = _logits(folded, keys[:, :, start:stop]).sub_(peak).exp_().div_(total)
+        # Raw scores are computed once and carried over: a maximum that wins on both sides of a
+        # block's border must be the same number on both.
+        raw = torch.cat((raw, rule.heads(weights.unflatten(2, (-1, window)).sum(3))), dim=-1)
         del weights
-        at = torch.arange(start, stop, device=keys.device).expand_as(scores)
-        # Both parts are ordered by position within equal scores and the block lies behind the
-        # best so far, so a stable sort keeps lower positions in front.
+        ready = stop if stop == prefix else stop - halo
+        if ready <= position:
+            continue
+        scores = rule.pool(raw)[..., position - base : ready - base]
+        at = torch.arange(position, ready, device=keys.device).expand_as(scores)
+        position, behind = ready, max(ready - halo, 0)
+        raw, base = raw[..., behind - base :].clone(), behind
+        # Both parts are ordered by position within equal scores and these lie behind the best so
+        # far, so a stable sort keeps lower positions in front.
         best, order = torch.cat((best, scores), -1).sort(dim=-1, descending=True, stable=True)
         best, order = best[..., :count].clone(), order[..., :count]
         best_at = torch.cat((best_at, at), -1).gather(-1, order)

@@ -86,6 +86,8 @@ class Ledger:
         self.failure: OSError | None = None
         self.events_written = 0
         self.events_dropped = 0
+        #: Tensors that have none (sparse, opaque) and so could not be booked.
+        self.without_storage = 0
         self.peak_buffer_bytes = 0
         self._events = array("q")  # never replaced: those who append hold on to it
         self._on_death = self._death_callback()
@@ -100,6 +102,7 @@ class Ledger:
         self._kinds: list[frozenset[str]] = [frozenset(("process",))]
         self._scopes.number((-1, "process", folder.name))
         self._writer = TableWriter(folder)
+        self._closed = False
         self._inherited: list[TableWriter] = []
         self._intern_lock = threading.RLock()
         self._flush_lock = threading.RLock()
@@ -241,6 +244,8 @@ class Ledger:
             rows = len(taken) // _FIELDS
             # The buffer, the copy taken from it, and the columns that are written.
             self.peak_buffer_bytes = max(self.peak_buffer_bytes, 3 * taken.itemsize * len(taken))
+            if self._closed:  # a thread that still runs under an old source
+                return
             if self.failure is None:
                 try:
                     self._write(taken)
@@ -278,6 +283,7 @@ class Ledger:
         """Write the rest and end the tables."""
         self.flush()
         with self._flush_lock:
+            self._closed = True
             try:
                 self._writer.close()
             except OSError as error:

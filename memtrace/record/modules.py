@@ -8,8 +8,8 @@ rule                component                   wrong when
 parameters          model                       a module registers workspace as a buffer
 forward of a model  Act                         the model keeps what it computes (a custom cache)
 decoder layers      Act; their output Hidden    layers are no ``…Layer``/``…Block`` in a ModuleList
-attention, MLP      Act, with their own scope   their classes are called otherwise (then the layer's)
-input embedding     Hidden                      the model has no ``get_input_embeddings()`` (then Act)
+attention, MLP      Act, with their own scope   their classes are called otherwise
+input embedding     Hidden                      the model has no ``get_input_embeddings()``
 output embedding    Temp (logits)               likewise, ``get_output_embeddings()``
 transformers cache  KV_res/full                 the cache does not derive from ``Cache``
 attention masks     backend                     not made by ``transformers.masking_utils``
@@ -183,13 +183,14 @@ class Rules:
         rules = self._roots.get(module)
         if rules is None:
             rules = self._roots[module] = self._discover(module, source)
-        tokens = 0
         for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor):
-                tokens = tokens or (value.shape[1] if value.ndim > 1 else 1)
-                if source.component_of(value) is None:
-                    source.retag(value, "other")
-        return rules[tokens > 1]
+            if isinstance(value, Tensor) and source.component_of(value) is None:
+                source.retag(value, "other")
+        # (B, L) token ids or (B, L, d) embeddings.
+        prompt = kwargs.get("input_ids")
+        if prompt is None:
+            prompt = kwargs.get("inputs_embeds", args[0] if args else None)
+        return rules[isinstance(prompt, Tensor) and prompt.ndim > 1 and prompt.shape[1] > 1]
 
     def _discover(self, root: nn.Module, source: TensorSource) -> tuple[Rule, Rule]:
         """Give the modules below ``root`` their roles and its parameters to ``model``.

@@ -94,7 +94,6 @@ class Session:
         self._manifest = {**_process(), **_existing(folder)}
         self._ledger = Ledger(folder, epoch_ns)
         self._local = threading.local()
-        self._sources: list[TensorSource] = []
         self._rules = Rules(self._ledger, self.source)
         self._stop = threading.Event()
         self._writer: threading.Thread | None = None
@@ -199,8 +198,8 @@ class Session:
     def _write_manifest(self, state: str) -> None:
         ledger = self._ledger
         unseen = list(UNSEEN)
-        if lost := sum(source.unseen for source in self._sources):
-            unseen.append(f"{lost} tensors without a storage (sparse or opaque)")
+        if ledger.without_storage:
+            unseen.append(f"{ledger.without_storage} tensors without a storage (sparse or opaque)")
         write_manifest(
             self._folder,
             {
@@ -225,14 +224,11 @@ class Session:
         source: TensorSource | None = getattr(self._local, "source", None)
         if source is None:
             source = self._local.source = TensorSource(self._ledger, self._stacks)
-            self._sources.append(source)
             source.__enter__()
         return source
 
     def _forked(self) -> None:
         """In a forked child: books of its own, in a folder of its own."""
-        source = getattr(self._local, "source", None)
-        self._sources = [source] if source else []
         try:
             self._folder = Path(enter_run(str(self._folder.parent)))
             self._manifest = {**_process(), **_existing(self._folder)}

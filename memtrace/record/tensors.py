@@ -64,8 +64,6 @@ class TensorSource(TorchDispatchMode):
     def __init__(self, ledger: Ledger, stacks: int = 0) -> None:
         super().__init__()
         self.frame: Frame = ledger.frame("other", 0, explicit=False)
-        #: Tensors without a storage (sparse, opaque) that operators returned.
-        self.unseen = 0
         self._ledger = ledger
         self._live = ledger.live
         self._stacks = stacks
@@ -146,7 +144,7 @@ class TensorSource(TorchDispatchMode):
         try:
             return tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
-            self.unseen += 1
+            self._ledger.without_storage += 1
             return None
 
     def component_of(self, tensor: Tensor) -> str | None:
@@ -175,7 +173,7 @@ class TensorSource(TorchDispatchMode):
 
 
 def _stack(depth: int) -> tuple[str, ...]:
-    """Up to ``depth`` Python frames outside this package and PyTorch's dispatch, innermost first."""
+    """Up to ``depth`` Python frames that are the user's, innermost first."""
     found: list[str] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(found) < depth:

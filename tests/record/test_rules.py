@@ -1,4 +1,4 @@
-"""Automatic attribution of scripts that never heard of us: where each rule holds, where it fails."""
+"""Automatic attribution of scripts that never heard of us: where rules hold and where they fail."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -76,7 +76,7 @@ def test_a_plain_generate_call_is_attributed(account) -> None:
         kept.extend((model, out))
 
     found = account(work)
-    model, out = kept
+    model = kept[0]
     weights = {p.untyped_storage()._cdata: p.nbytes for p in model.parameters()}
     buffers = sum(b.nbytes for b in model.buffers())
     assert found.components["model"].levels[-1] == sum(weights.values()) + buffers
@@ -93,6 +93,24 @@ def test_a_plain_generate_call_is_attributed(account) -> None:
         p.startswith(SEPARATOR.join(("decode", "layer 0", "self_attn")))
         for p in places(found, "Act")
     )
+
+
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_recording_changes_no_value(account, grad) -> None:
+    """The same kernels run: logits and gradients are equal to the last bit."""
+
+    def logits(model: LlamaForCausalLM) -> torch.Tensor:
+        with grad():
+            out = model(torch.arange(40)[None]).logits
+        if grad is torch.enable_grad:
+            out.sum().backward()
+            return model.lm_head.weight.grad
+        return out
+
+    plain = logits(llama())
+    recorded: list[torch.Tensor] = []
+    account(lambda: recorded.append(logits(llama())))
+    assert torch.equal(plain, recorded[0])
 
 
 def test_an_explicit_component_beats_every_rule(account) -> None:

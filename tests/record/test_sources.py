@@ -205,6 +205,28 @@ def test_threads_started_while_recording_are_booked(record) -> None:
     assert Counter(allocations(record(work))) == {("aten.zeros.default", 4000): 4}
 
 
+def test_a_thread_that_outlives_the_recording_does_no_harm(tmp_path, monkeypatch) -> None:
+    """Its mode can't be taken from it: what it goes on to book is let go, the trace stays."""
+    monkeypatch.setattr("memtrace.record.ledger._FULL", 64)
+    ended, done = threading.Event(), threading.Event()
+
+    def work() -> None:
+        torch.zeros(8)
+        done.set()
+        ended.wait()
+        for _ in range(100):
+            torch.zeros(8)
+
+    with record_here(tmp_path / "run"):
+        thread = threading.Thread(target=work)
+        thread.start()
+        done.wait()
+    before = len(open_trace(tmp_path / "run").processes[0].events["id"])
+    ended.set()
+    thread.join()
+    assert len(open_trace(tmp_path / "run").processes[0].events["id"]) == before == 2
+
+
 def test_nothing_is_left_behind(record) -> None:
     """After a recording PyTorch runs as before: no mode, no hook, no wrapper."""
     call = torch.nn.Module.__call__

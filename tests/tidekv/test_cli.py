@@ -173,6 +173,11 @@ def test_interrupt(command, monkeypatch):
     assert main(command) == 130
 
 
+def test_fetch_prints_the_folder(smollm2, capsys):
+    assert main(["fetch", "smollm2"]) == 0
+    assert (Path(capsys.readouterr().out.strip()) / "config.json").is_file()
+
+
 def test_methods(capsys):
     assert main(["methods"]) == 0
     out = capsys.readouterr().out

@@ -100,6 +100,13 @@ def test_missing_wheel(cache, monkeypatch):
         load_model("smollm2")
 
 
+@needs_wheel
+def test_missing_reader(cache, monkeypatch):
+    monkeypatch.setattr(loading, "_READERS", ("gguf", "no_such_reader"))
+    with pytest.raises(LoadError, match="needs no_such_reader; run: pip install no_such_reader"):
+        load_model("smollm2")
+
+
 def test_unknown_names(tmp_path):
     with pytest.raises(LoadError, match=r"no preset or folder 'gpt-5'; use smollm2, llama-3\.1-8b"):
         load_model("gpt-5")

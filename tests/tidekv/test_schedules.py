@@ -172,13 +172,20 @@ def test_layer_major_memory(tiny):
     rows, chunk, kept = 4096, 128, 64
     ids = torch.randint(3, 97, (1, rows))
     with LiveBytes(model, ids) as live:
+        full_at_logits: list[int] = []
+        handle = model.lm_head.register_forward_pre_hook(
+            lambda *_: full_at_logits.append(live.live["KV_res/full"])
+        )
         prefilled = tidekv.prefill(model, ids, budget=kept, chunk_size=chunk)
+    handle.remove()
     full = 2 * 2 * rows * 8 * 4  # K and V, Hkv, S, D, fp32
     compact = 3 * 2 * 2 * kept * 8 * 4  # layers, K and V, Hkv, rows, D
     assert live.own_peak["KV_res/full"] == full
     assert live.own_peak["KV_res/compact"] == compact == prefilled.cache.nbytes()
     assert live.own_peak["Hidden"] <= rows * 32 * 4 + 32 * 4  # the bridge, and the last row
-    assert live.own_peak["Act"] <= 4 * chunk * 256 * 4
+    # In the MLP: its input, gate and up; nothing of the attention before it.
+    assert live.own_peak["Act"] == chunk * (32 + 2 * 256) * 4
+    assert full_at_logits == [0]
     assert live.own_peak["other"] == 0
     # What is left: the cache and the logits.
     assert +live.live == {"KV_res/compact": compact, "Temp": prefilled.logits.nbytes}
@@ -194,10 +201,18 @@ def test_last_layer_releases_consumed_chunks(tiny, prompt):
         if args[0].shape[1] > 1:
             slots.append(weakref.ref(args[0]))
 
-    handle = model.model.layers[-1].input_layernorm.register_forward_pre_hook(before_norm)
+    def before_projection(_: Any, args: tuple[torch.Tensor]) -> None:
+        alive.append(sum(slot() is not None for slot in slots))
+
+    layer = model.model.layers[-1]
+    handles = [
+        layer.input_layernorm.register_forward_pre_hook(before_norm),
+        layer.self_attn.k_proj.register_forward_pre_hook(before_projection),
+    ]
     tidekv.prefill(model, prompt(S), budget=50, chunk_size=16)
-    handle.remove()
-    assert alive == [0] * 6
+    for handle in handles:
+        handle.remove()
+    assert alive == [0] * 12
 
 
 def test_whole_prompt_components(tiny):
