@@ -21,7 +21,7 @@ import functools
 import re
 import weakref
 from collections.abc import Callable
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from torch.nn.modules.module import (
 
 from memtrace.record.imports import when_imported
 from memtrace.record.ledger import Frame, Ledger
-from memtrace.record.tensors import TensorSource
+from memtrace.record.tensors import TensorSource, Within
 
 _LAYER = re.compile(r"(Layer|Block)$")
 _PART = re.compile(r"Attention|Attn|MLP|FeedForward|FFN|Moe|MoE")
@@ -48,7 +48,7 @@ class Rule:
         self.scopes = scopes
         self.frames: dict[Frame, Frame] = {}
 
-    def within(self, source: TensorSource, ledger: Ledger) -> "_Entered":
+    def within(self, source: TensorSource, ledger: Ledger) -> Within:
         """The rule's frame for the length of a ``with`` block."""
         outer = source.frame
         inner = self.frames.get(outer)
@@ -58,27 +58,7 @@ class Rule:
                 if kind != "phase" or "phase" not in outer.kinds:  # the user's own phase stands
                     scope = ledger.scope(scope, kind, name)
             inner = self.frames[outer] = ledger.frame(self.component, scope, explicit=False)
-        return _Entered(source, inner)
-
-
-class _Entered:
-    __slots__ = ("_inner", "_outer", "_source")
-
-    def __init__(self, source: TensorSource, inner: Frame) -> None:
-        self._source = source
-        self._outer = source.frame
-        self._inner = inner
-
-    def __enter__(self) -> None:
-        self._source.frame = self._inner
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._source.frame = self._outer
+        return Within(source, inner)
 
 
 class _Role:

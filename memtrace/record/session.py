@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import perf_counter_ns
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -17,10 +16,10 @@ import torch
 from memtrace import components, scopes
 from memtrace.errors import MemtraceError
 from memtrace.record.child import enter_run
-from memtrace.record.ledger import Frame, Ledger
+from memtrace.record.ledger import Ledger
 from memtrace.record.modules import Rules
 from memtrace.record.process import high_water, resident
-from memtrace.record.tensors import TensorSource
+from memtrace.record.tensors import TensorSource, Within
 from memtrace.trace.manifest import (
     file_checksums,
     first_manifest,
@@ -39,29 +38,6 @@ UNSEEN = (
     "parameters or inputs of a model",
     "threads that ran before recording began, until they call a module or a scope",
 )
-
-
-class _Within:
-    """A frame for the length of a ``with`` block."""
-
-    __slots__ = ("_choose", "_frame", "_session", "_source")
-
-    def __init__(self, session: "Session", choose: Callable[[Frame], Frame]) -> None:
-        self._session = session
-        self._choose = choose
-
-    def __enter__(self) -> None:
-        self._source = source = self._session.source()
-        self._frame = source.frame
-        source.frame = self._choose(source.frame)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._source.frame = self._frame
 
 
 class _Request(scopes.Request):
@@ -240,19 +216,16 @@ class Session:
 
     # -- scopes.Sink -------------------------------------------------------------------------
 
-    def component(self, component: str) -> _Within:
+    def component(self, component: str) -> Within:
         components.base(component)
-        frame = self._ledger.frame
-        return _Within(self, lambda now: frame(component, now.scope, True))
+        source = self.source()
+        return Within(source, self._ledger.frame(component, source.frame.scope, explicit=True))
 
-    def scope(self, kind: str, name: str) -> _Within:
-        ledger = self._ledger
-        return _Within(
-            self,
-            lambda now: ledger.frame(
-                now.component, ledger.scope(now.scope, kind, name), now.explicit
-            ),
-        )
+    def scope(self, kind: str, name: str) -> Within:
+        source = self.source()
+        now = source.frame
+        scope = self._ledger.scope(now.scope, kind, name)
+        return Within(source, self._ledger.frame(now.component, scope, now.explicit))
 
     @contextmanager
     def request(self, name: str, prompt_tokens: int | None) -> Iterator[scopes.Request]:

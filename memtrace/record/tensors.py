@@ -8,7 +8,7 @@ mapped by safetensors) until they are adopted as a parameter, an input of a mode
 
 import sys
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -170,6 +170,28 @@ class TensorSource(TorchDispatchMode):
             ledger.context(Action.ALLOC, device, component, scope),
             ledger.context(Action.FREE, device, component, 0),
         )
+
+
+class Within:
+    """A source stands in another frame for the length of a ``with`` block."""
+
+    __slots__ = ("_inner", "_outer", "_source")
+
+    def __init__(self, source: TensorSource, frame: Frame) -> None:
+        self._source = source
+        self._inner = frame
+
+    def __enter__(self) -> None:
+        self._outer = self._source.frame
+        self._source.frame = self._inner
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._source.frame = self._outer
 
 
 def _stack(depth: int) -> tuple[str, ...]:
