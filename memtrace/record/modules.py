@@ -6,6 +6,7 @@ Inside an explicit :func:`memtrace.scopes.component` no rule applies. Each rule 
 rule                component                   wrong when
 ==================  ==========================  ==================================================
 parameters          model                       a module registers workspace as a buffer
+``from_pretrained`` model/loading, until then   weights are loaded by other means (then other)
 forward of a model  Act                         the model keeps what it computes (a custom cache)
 decoder layers      Act; their output Hidden    layers are no ``…Layer``/``…Block`` in a ModuleList
 attention, MLP      Act, with their own scope   their classes are called otherwise
@@ -104,6 +105,7 @@ class Rules:
         when_imported("transformers.cache_utils", self._follow_caches)
         when_imported("transformers.masking_utils", self._follow_masks)
         when_imported("transformers.generation.utils", self._follow_generate)
+        when_imported("transformers.modeling_utils", self._follow_loading)
 
     def remove(self) -> None:
         """Apply them no longer."""
@@ -115,12 +117,13 @@ class Rules:
     def _wrap(
         self, owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
     ) -> None:
-        plain = getattr(owner, name)
-        wrapped = wrapper(plain)
+        plain = vars(owner)[name]
+        is_classmethod = isinstance(plain, classmethod)
+        wrapped: Any = classmethod(wrapper(plain.__func__)) if is_classmethod else wrapper(plain)
         setattr(owner, name, wrapped)
 
         def undo() -> None:
-            if getattr(owner, name) is wrapped:  # else somebody wrapped it in turn: leave theirs
+            if vars(owner)[name] is wrapped:  # else somebody wrapped it in turn: leave theirs
                 setattr(owner, name, plain)
 
         self._undo.append(undo)
@@ -247,6 +250,11 @@ class Rules:
     def _follow_generate(self, module: ModuleType) -> None:
         if self._installed:
             self._wrap(module.GenerationMixin, "generate", self._in_rule(Rule("Temp")))
+
+    def _follow_loading(self, module: ModuleType) -> None:
+        if self._installed:
+            rule = Rule("model/loading", ("phase", "loading"))
+            self._wrap(module.PreTrainedModel, "from_pretrained", self._in_rule(rule))
 
     def _in_rule(self, rule: Rule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:

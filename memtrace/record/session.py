@@ -1,6 +1,7 @@
 """A recording of this process: the sources, the scopes that reach them, and the writing thread."""
 
 import atexit
+import functools
 import os
 import platform
 import sys
@@ -16,7 +17,7 @@ import torch
 from memtrace import components, scopes
 from memtrace.errors import MemtraceError
 from memtrace.record.child import enter_run
-from memtrace.record.ledger import Ledger
+from memtrace.record.ledger import Frame, Ledger
 from memtrace.record.modules import Rules
 from memtrace.record.process import high_water, resident
 from memtrace.record.tensors import TensorSource, Within
@@ -315,20 +316,35 @@ def _innermost() -> Any:
 # have wrapped them by then: they are set once and ask for the active session each time.
 
 
+_threads_followed = False
+
+
 def _follow_threads() -> None:
-    """Enter a source in every thread that starts while a session is active."""
-    bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
-    if getattr(bootstrap, "_memtrace", False):
+    """Record every thread from its start, first in the scope of the thread that started it."""
+    global _threads_followed
+    if _threads_followed:
         return
+    _threads_followed = True
+    plain_start = threading.Thread.start
+    plain_bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+    starting: dict[int, tuple[Session, Frame]] = {}
 
-    def follow(thread: threading.Thread) -> None:
+    @functools.wraps(plain_start)
+    def start(thread: threading.Thread) -> None:
         session = Session._active
-        if session is not None and not thread.name.startswith("memtrace-"):
-            session.source()
-        bootstrap(thread)
+        if session is not None and thread is not session._writer:
+            starting[id(thread)] = session, session.source().frame
+        plain_start(thread)
 
-    follow._memtrace = True  # type: ignore[attr-defined]
-    threading.Thread._bootstrap_inner = follow  # type: ignore[attr-defined]
+    @functools.wraps(plain_bootstrap)
+    def bootstrap(thread: threading.Thread) -> None:
+        session, frame = starting.pop(id(thread), (None, None))
+        if session is not None and frame is not None and session is Session._active:
+            session.source().frame = frame
+        plain_bootstrap(thread)
+
+    threading.Thread.start = start  # type: ignore[method-assign,assignment]
+    threading.Thread._bootstrap_inner = bootstrap  # type: ignore[attr-defined]
 
 
 _forks_followed = False

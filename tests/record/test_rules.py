@@ -146,6 +146,21 @@ def test_parameters_found_after_loading_belong_to_the_model(account) -> None:
     assert own_peak(account(work), "model") >= work.bytes
 
 
+def test_what_loading_takes_is_the_models(account, tmp_path) -> None:
+    """Copies that from_pretrained makes on the way to other dtypes are no unclaimed bytes."""
+    llama().save_pretrained(tmp_path / "model")
+    kept = []
+
+    def work() -> None:
+        kept.append(LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16))
+
+    found = account(work)
+    weights = {p.untyped_storage()._cdata: p.nbytes for p in kept[0].parameters()}
+    assert found.components["model"].levels[-1] >= sum(weights.values())
+    assert own_peak(found, "other") <= 1024
+    assert found.details["model/loading"].levels[-1] <= 1024
+
+
 def test_a_model_that_is_no_transformer_is_model_and_act(account) -> None:
     def work() -> None:
         net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))

@@ -205,6 +205,16 @@ def test_threads_started_while_recording_are_booked(record) -> None:
     assert Counter(allocations(record(work))) == {("aten.zeros.default", 4000): 4}
 
 
+def test_a_thread_begins_in_the_scope_of_who_started_it(record) -> None:
+    def work() -> None:
+        with scopes.component("Temp"):
+            thread = threading.Thread(target=torch.zeros, args=(1000,))
+            thread.start()
+        thread.join()
+
+    assert booked(record(work))[0][:2] == (Action.ALLOC, "Temp")
+
+
 def test_a_thread_that_outlives_the_recording_does_no_harm(tmp_path, monkeypatch) -> None:
     """Its mode can't be taken from it: what it goes on to book is let go, the trace stays."""
     monkeypatch.setattr("memtrace.record.ledger._FULL", 64)
