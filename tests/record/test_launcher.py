@@ -335,7 +335,9 @@ def test_a_child_that_outlives_the_command(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     code = "import sys; open(sys.argv[1]).read()"
-    launch = Launch(tmp_path, "sh", "-c", f"{PYTHON} -c '{code}' {fifo} >/dev/null 2>&1 &")
+    launch = Launch(
+        tmp_path, "sh", "-c", f"{PYTHON} -c '{code}' {fifo} >/dev/null 2>&1 & sleep 0.5"
+    )
     # WHEN the command ends
     assert launch.run().returncode == 0
     # THEN the recording ends with it, says who still ran, and stays readable when that one ends
