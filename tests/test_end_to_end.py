@@ -105,7 +105,6 @@ def memtrace(*words: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.slow
 def test_the_demo(tmp_path: Path) -> None:
     """Both methods on the demo's prompt: the answer, the saving in tensors and in the process."""
     runs = []
@@ -115,7 +114,7 @@ def test_the_demo(tmp_path: Path) -> None:
             [
                 *(sys.executable, "-m", "memtrace", "record", "-o", runs[-1], "--"),
                 *(sys.executable, "examples/tide_infer.py", "traces/demo-prompt.txt"),
-                *("--schedule", schedule, "--selector", "snapkv", "--chunk-size", "512"),
+                *("--schedule", schedule, "--selector", "snapkv"),
             ],
             cwd=ROOT,
             capture_output=True,

@@ -113,7 +113,6 @@ def serving(folder: Path, *runs: Path) -> Iterator[tuple[subprocess.Popen[str], 
         server.wait()
 
 
-@pytest.mark.slow
 def test_ctrl_c_ends_the_server_quietly(run: Path, tmp_path: Path) -> None:
     with serving(tmp_path, run) as (server, url):
         server.send_signal(signal.SIGINT)
@@ -123,7 +122,6 @@ def test_ctrl_c_ends_the_server_quietly(run: Path, tmp_path: Path) -> None:
     assert "Traceback" not in out
 
 
-@pytest.mark.slow
 def test_a_real_browser_draws_both_runs(run: Path, tmp_path: Path) -> None:
     chromium = shutil.which("chromium")
     if chromium is None:
