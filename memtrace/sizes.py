@@ -25,9 +25,9 @@ def parse_size(text: str | int) -> int:
     Raises:
         MemtraceError: anything else, trailing text included.
     """
-    if isinstance(text, int):
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
-    match = _PATTERN.fullmatch(text)
+    match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
     scale = match and ({"": 1} | _UNITS | _DECIMAL).get(match[2])
     if not match or not scale:
         raise MemtraceError(f"{text!r} is not a size; write it as 300 MiB, 1.5 GiB or 4096")

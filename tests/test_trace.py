@@ -1,6 +1,7 @@
 """What is written is what is read, after a kill too."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -144,7 +145,9 @@ def test_sizes_are_read(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "24 MBxyz", "-1 MiB", "1e9", "1,5 GiB", "5 gib"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["", "MiB", "24 MBxyz", "-1 MiB", "1e9", "1,5 GiB", "5 gib", -1, 1.5, True, None]
+)
+def test_what_is_no_size_is_refused(text: Any) -> None:
     with pytest.raises(MemtraceError, match="is not a size"):
         parse_size(text)

@@ -11,30 +11,35 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
+#: What waits for a module, by its name.
+_waiting: "dict[str, list[Callable[[ModuleType], object]]]" = {}
 
-def when_imported(name: str, callback: "Callable[[ModuleType], object]") -> None:
+
+def when_imported(name: str, callback: "Callable[[ModuleType], object]") -> "Callable[[], object]":
     """Call ``callback(module)`` once ``name`` is imported; at once if it already is.
 
     An exception of the callback reaches whoever imports the module.
+
+    Returns:
+        A function that ends the waiting.
     """
     module = sys.modules.get(name)
     if module is not None:
         callback(module)
-    else:
-        sys.meta_path.insert(0, _Finder(name, callback))
+        return lambda: None
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    callbacks = _waiting.setdefault(name, [])
+    callbacks.append(callback)
+    return lambda: callbacks.remove(callback) if callback in callbacks else None
 
 
 class _Finder:
-    """Finds nothing itself: has the callback run after whatever the other finders find.
+    """Finds nothing itself: has callbacks run after whatever the other finders find.
 
     It stays on ``sys.meta_path`` for good, since removing it while another thread walks the list
     would hide a finder from that thread.
     """
-
-    def __init__(self, name: str, callback: "Callable[[ModuleType], object]") -> None:
-        self._name = name
-        self._callback = callback
-        self._done = False
 
     def find_spec(
         self,
@@ -42,28 +47,32 @@ class _Finder:
         path: "Sequence[str] | None" = None,
         target: "ModuleType | None" = None,
     ) -> "ModuleSpec | None":
-        if name != self._name or self._done:
+        if not _waiting.get(name):
             return None
         for finder in sys.meta_path:
             if finder is not self:
                 spec = finder.find_spec(name, path, target)
                 if spec is not None:
-                    self._follow(spec)
+                    _follow(name, spec)
                     return spec
         return None
 
-    def _follow(self, spec: "ModuleSpec") -> None:
-        """Make the module's own loader call back once it has run the module."""
-        loader = spec.loader
-        if loader is None:  # a namespace package: a folder that only has the module's name
-            return
-        execute = loader.exec_module
 
-        def exec_module(module: "ModuleType") -> None:
-            execute(module)
-            del loader.exec_module  # the class's method shows again
-            if not self._done:
-                self._done = True
-                self._callback(module)
+_finder = _Finder()
 
-        loader.exec_module = exec_module  # type: ignore[method-assign]
+
+def _follow(name: str, spec: "ModuleSpec") -> None:
+    """Make the module's own loader call back once it has run the module."""
+    loader = spec.loader
+    if loader is None:  # a namespace package: a folder that only has the module's name
+        return
+    execute = loader.exec_module
+
+    def exec_module(module: "ModuleType") -> None:
+        execute(module)
+        del loader.exec_module  # the class's method shows again
+        callbacks = _waiting[name]
+        while callbacks:
+            callbacks.pop(0)(module)
+
+    loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -166,7 +166,8 @@ def _new_run(
                         f"{shown} exists; choose another name with -o or replace it with --force",
                         FAILED,
                     )
-                read_manifest(folder)
+                if _is_being_recorded(read_manifest(folder)):
+                    raise LaunchError(f"{shown} is being recorded right now", FAILED)
                 replaced = folder.with_name(f".{folder.name}.{os.getpid()}")
                 folder.rename(replaced)
                 undo.callback(replaced.rename, folder)
@@ -182,6 +183,15 @@ def _new_run(
         undo.pop_all()
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _is_being_recorded(manifest: Mapping[str, Any]) -> bool:
+    """Whether the recorder of a run still lives; a killed one leaves its run "running" too."""
+    return (
+        manifest.get("state") == "running"
+        and manifest.get("host") == os.uname().nodename
+        and os.path.exists(f"/proc/{manifest.get('recorder_pid')}")
+    )
 
 
 def _environment(run: Path, epoch_ns: int, stacks: int) -> dict[str, str]:

@@ -227,6 +227,16 @@ class Ledger:
         """Microseconds since the run's epoch."""
         return (perf_counter_ns() - self.epoch_ns) // 1000
 
+    def sample_allocated(self) -> None:
+        """What is allocated by the books, by device, beside the events that say so too."""
+        for _ in range(3):
+            before = self.position
+            totals = self.allocated()
+            if self.position == before:  # no other thread came between
+                for device, size in totals.items():
+                    self.sample(f"allocated:{device}", size)
+                return
+
     def sample(self, source: str, value: int) -> None:
         """A value that the process knows of itself, at the current event."""
         self._samples.append((self.now_us(), self._pid, source, self.position, value))

@@ -22,14 +22,18 @@ import functools
 import re
 import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parameter import is_lazy
 
 from memtrace.record.imports import when_imported
 from memtrace.record.ledger import Frame, Ledger
@@ -49,9 +53,9 @@ class Rule:
         self.scopes = scopes
         self.frames: dict[Frame, Frame] = {}
 
-    def within(self, source: TensorSource, ledger: Ledger) -> Within:
+    def within(self, place: ContextVar[Frame], ledger: Ledger) -> Within:
         """The rule's frame for the length of a ``with`` block."""
-        outer = source.frame
+        outer = place.get()
         inner = self.frames.get(outer)
         if inner is None:
             scope = outer.scope
@@ -59,7 +63,7 @@ class Rule:
                 if kind != "phase" or "phase" not in outer.kinds:  # the user's own phase stands
                     scope = ledger.scope(scope, kind, name)
             inner = self.frames[outer] = ledger.frame(self.component, scope, explicit=False)
-        return Within(source, inner)
+        return Within(place, inner)
 
 
 class _Role:
@@ -73,43 +77,54 @@ class _Role:
         self.output = output
 
 
+@dataclass(frozen=True)
+class _Root:
+    """A module that was called from outside any other, and its rules."""
+
+    module: weakref.ref[nn.Module]
+    one: Rule  # its input holds one token
+    several: Rule
+
+
 class Rules:
     """Installs the rules into PyTorch and transformers, and takes them out again.
 
     Args:
         ledger: the books.
+        place: holds the frame that the running code stands in.
         source: gives the calling thread's tensor source.
     """
 
-    def __init__(self, ledger: Ledger, source: Callable[[], TensorSource]) -> None:
+    def __init__(
+        self, ledger: Ledger, place: ContextVar[Frame], source: Callable[[], TensorSource]
+    ) -> None:
         #: The language models that ran: class, layers, number and bytes of their parameters.
         self.models: list[dict[str, Any]] = []
         self._ledger = ledger
+        self._place = place
         self._source = source
         self._roles: dict[int, _Role] = {}
-        self._roots: weakref.WeakKeyDictionary[nn.Module, tuple[Rule, Rule]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._roots: dict[int, _Root] = {}
         self._undo: list[Callable[[], object]] = []
-        self._installed = False
 
     def install(self) -> None:
         """Apply the rules from now on."""
-        self._installed = True
         for hook in (
             register_module_parameter_registration_hook(self._registered),
             register_module_buffer_registration_hook(self._registered),
         ):
             self._undo.append(hook.remove)
         self._wrap(nn.Module, "__call__", self._call)
-        when_imported("transformers.cache_utils", self._follow_caches)
-        when_imported("transformers.masking_utils", self._follow_masks)
-        when_imported("transformers.generation.utils", self._follow_generate)
-        when_imported("transformers.modeling_utils", self._follow_loading)
+        for name, follow in (
+            ("cache_utils", self._follow_caches),
+            ("masking_utils", self._follow_masks),
+            ("generation.utils", self._follow_generate),
+            ("modeling_utils", self._follow_loading),
+        ):
+            self._undo.append(when_imported(f"transformers.{name}", follow))
 
     def remove(self) -> None:
         """Apply them no longer."""
-        self._installed = False
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
@@ -131,74 +146,77 @@ class Rules:
     # -- modules -----------------------------------------------------------------------------
 
     def _registered(self, module: nn.Module, name: str, tensor: Tensor | None) -> None:
-        source = self._source()
-        if tensor is not None and not source.frame.explicit:
-            source.retag(tensor, "model")
+        if tensor is not None and not is_lazy(tensor) and not self._place.get().explicit:
+            self._source().retag(tensor, "model")
 
     def _call(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        roles, source_of, ledger = self._roles, self._source, self._ledger
+        roles, place, ledger = self._roles, self._place, self._ledger
+        frame_of = place.get
 
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            source = source_of()
-            if source.frame.explicit:
+            frame = frame_of()
+            if frame.explicit:
                 return plain(module, *args, **kwargs)
-            if "module" not in source.frame.kinds:
-                rule = self._root(module, source, args, kwargs)
-                with rule.within(source, ledger):
+            if "module" not in frame.kinds:
+                with self._root(module, args, kwargs).within(place, ledger):
                     return plain(module, *args, **kwargs)
             role = roles.get(id(module))
             if role is None or role.module() is not module:
                 return plain(module, *args, **kwargs)
-            with role.rule.within(source, ledger):
+            with role.rule.within(place, ledger):
                 out = plain(module, *args, **kwargs)
             if role.output is not None:
-                first = out[0] if isinstance(out, tuple) else out
+                source = self._source()
+                first = out[0] if isinstance(out, tuple) and out else out
                 if isinstance(first, Tensor) and source.component_of(first) == "Act":
                     source.retag(first, role.output)
             return out
 
         return __call__
 
-    def _root(
-        self, module: nn.Module, source: TensorSource, args: Any, kwargs: dict[str, Any]
-    ) -> Rule:
+    def _root(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Rule:
         """The rule of a module that is called from outside any other: a model."""
-        rules = self._roots.get(module)
-        if rules is None:
-            rules = self._roots[module] = self._discover(module, source)
+        source = self._source()
+        root = self._roots.get(id(module))
+        if root is None or root.module() is not module:
+            one, several = self._discover(module, source)
+            root = self._roots[id(module)] = _Root(weakref.ref(module), one, several)
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and source.component_of(value) is None:
                 source.retag(value, "other")
-        # (B, L) token ids or (B, L, d) embeddings.
         prompt = kwargs.get("input_ids")
         if prompt is None:
             prompt = kwargs.get("inputs_embeds", args[0] if args else None)
-        return rules[isinstance(prompt, Tensor) and prompt.ndim > 1 and prompt.shape[1] > 1]
+        with torch._C.DisableTorchFunction():
+            # (B, L) token ids or (B, L, d) embeddings
+            many = isinstance(prompt, Tensor) and prompt.dim() > 1 and prompt.size(1) > 1
+        return root.several if many else root.one
 
     def _discover(self, root: nn.Module, source: TensorSource) -> tuple[Rule, Rule]:
         """Give the modules below ``root`` their roles and its parameters to ``model``.
 
+        Asks PyTorch's own methods, since models override them with other signatures.
+
         Returns:
             The root's rule for one token (decode) and for several (prefill).
         """
-        for tensor in (*root.parameters(), *root.buffers()):
+        parameters = [p for p in nn.Module.parameters(root) if not is_lazy(p)]
+        for tensor in (*parameters, *nn.Module.buffers(root)):
             source.retag(tensor, "model")
         layers = 0
-        for name, module in root.named_modules():
-            parent, _, last = name.rpartition(".")
-            class_name = type(module).__name__
-            listed = last.isdecimal() and isinstance(root.get_submodule(parent), nn.ModuleList)
-            if listed and _LAYER.search(class_name):
-                layers += 1
-                self._assign(module, Rule("Act", ("layer", last)), output="Hidden")
-            elif _PART.search(class_name):
-                self._assign(module, Rule("Act", ("module", last)))
+        for parent in nn.Module.modules(root):
+            for name, module in parent._modules.items():
+                class_name = type(module).__name__
+                if isinstance(parent, nn.ModuleList) and _LAYER.search(class_name):
+                    layers += 1
+                    self._assign(module, Rule("Act", ("layer", name)), output="Hidden")
+                elif _PART.search(class_name):
+                    self._assign(module, Rule("Act", ("module", name)))
         self._assign(_embedding(root, "input"), Rule("Hidden", ("module", "embedding")))
         self._assign(_embedding(root, "output"), Rule("Temp", ("module", "lm_head")))
         scope = ("module", type(root).__name__)
         if not layers:
             return (Rule("Act", scope),) * 2
-        parameters = list(root.parameters())
         self.models.append(
             {
                 "class": type(root).__name__,
@@ -221,11 +239,11 @@ class Rules:
         def follow(plain: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(plain)
             def update(cache: Any, *args: Any, **kwargs: Any) -> Any:
-                source = self._source()
-                if source.frame.explicit:
+                if self._place.get().explicit:
                     return plain(cache, *args, **kwargs)
-                with rule.within(source, self._ledger):
+                with rule.within(self._place, self._ledger):
                     out = plain(cache, *args, **kwargs)
+                source = self._source()
                 layer = kwargs["layer_idx"] if "layer_idx" in kwargs else args[2]
                 for name in ("keys", "values"):
                     stored = getattr(cache.layers[layer], name, None)
@@ -237,33 +255,29 @@ class Rules:
 
             return update
 
-        if self._installed:
-            self._wrap(module.Cache, "update", follow)
+        self._wrap(module.Cache, "update", follow)
 
     def _follow_masks(self, module: ModuleType) -> None:
-        if self._installed:
-            rule = Rule("backend", ("module", "mask"))
-            for name in list(vars(module)):
-                if name.startswith("create_") and name.endswith("_mask"):
-                    self._wrap(module, name, self._in_rule(rule))
+        rule = Rule("backend", ("module", "mask"))
+        for name in list(vars(module)):
+            if name.startswith("create_") and name.endswith("_mask"):
+                self._wrap(module, name, self._in_rule(rule))
 
     def _follow_generate(self, module: ModuleType) -> None:
-        if self._installed:
-            self._wrap(module.GenerationMixin, "generate", self._in_rule(Rule("Temp")))
+        self._wrap(module.GenerationMixin, "generate", self._in_rule(Rule("Temp")))
 
     def _follow_loading(self, module: ModuleType) -> None:
-        if self._installed:
-            rule = Rule("model/loading", ("phase", "loading"))
-            self._wrap(module.PreTrainedModel, "from_pretrained", self._in_rule(rule))
+        rule = Rule("model/loading", ("phase", "loading"))
+        self._wrap(module.PreTrainedModel, "from_pretrained", self._in_rule(rule))
 
     def _in_rule(self, rule: Rule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(plain)
             def ruled(*args: Any, **kwargs: Any) -> Any:
-                source = self._source()
-                if source.frame.explicit:
+                if self._place.get().explicit:
                     return plain(*args, **kwargs)
-                with rule.within(source, self._ledger):
+                self._source()  # this may be the first that the thread does under recording
+                with rule.within(self._place, self._ledger):
                     return plain(*args, **kwargs)
 
             return ruled
@@ -273,8 +287,9 @@ class Rules:
 
 def _embedding(root: nn.Module, which: str) -> nn.Module | None:
     """What transformers calls the input or output embedding of a model; None without one."""
+    getter = getattr(root, f"get_{which}_embeddings", None)
     try:
-        found = getattr(root, f"get_{which}_embeddings")()
-    except (AttributeError, NotImplementedError):
+        found = getter() if getter is not None else None
+    except Exception:  # the user's method: of other arguments, unfinished, whatever
         return None
     return found if isinstance(found, nn.Module) else None

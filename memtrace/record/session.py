@@ -2,17 +2,20 @@
 
 import atexit
 import functools
+import gc
 import os
 import platform
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from memtrace import components, scopes
 from memtrace.errors import MemtraceError
@@ -35,8 +38,10 @@ FLUSH_SECONDS = 0.5
 #: What a dispatch mode can't see, said in every trace.
 UNSEEN = (
     "scratch memory that kernels take below the dispatcher",
-    "storages made without an operator (DLPack, files mapped by safetensors) until they become "
-    "parameters or inputs of a model",
+    "storages made without an operator (frombuffer, DLPack, files mapped by safetensors) until "
+    "they become parameters or inputs of a model",
+    "storages resized by themselves (untyped_storage().resize_) until they are freed",
+    "what code compiled by torch.compile keeps without returning it",
     "threads that ran before recording began, until they call a module or a scope",
 )
 
@@ -70,8 +75,10 @@ class Session:
         self._stacks = stacks
         self._manifest = {**_process(), **_existing(folder)}
         self._ledger = Ledger(folder, epoch_ns)
-        self._local = threading.local()
-        self._rules = Rules(self._ledger, self.source)
+        # One variable a session: what a context still holds of an earlier one means nothing here.
+        outermost = self._ledger.frame("other", 0, explicit=False)
+        self._place = ContextVar("memtrace_frame", default=outermost)
+        self._rules = Rules(self._ledger, self._place, self.source)
         self._stop = threading.Event()
         self._writer: threading.Thread | None = None
         self._closed = False
@@ -113,13 +120,7 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
-        scopes.attach(None)
-        self._rules.remove()
-        source = getattr(self._local, "source", None)
-        if source is not None and _innermost() is source:
-            source.__exit__(None, None, None)
-        Session._active = None
+        self._detach()
         self._stop.set()
         if self._writer is not None:
             self._writer.join()
@@ -130,14 +131,31 @@ class Session:
         with suppress(OSError):  # then the manifest still says "recording", as for a killed process
             self._write_manifest("ended")
 
+    def _detach(self) -> None:
+        """Take everything out of PyTorch and the interpreter that can be taken out."""
+        atexit.unregister(self.close)
+        scopes.attach(None)
+        self._rules.remove()
+        _leave()
+        Session._active = None
+
+    def adopt_existing(self) -> None:
+        """Book what was allocated before the recording began and is reachable from Python."""
+        source = self.source()
+        for thing in gc.get_objects():
+            if issubclass(type(thing), torch.Tensor) and not is_lazy(thing):
+                if isinstance(thing, torch.nn.Parameter):
+                    source.retag(thing, "model")
+                elif source.component_of(thing) is None:
+                    source.retag(thing, "other")
+
     def checkpoint(self) -> int:
         """Write everything so far, and what the books say is allocated beside it.
 
         Returns:
             The number of events written so far.
         """
-        for device, size in self._ledger.allocated().items():
-            self._ledger.sample(f"allocated:{device}", size)
+        self._ledger.sample_allocated()
         self._sample_process()
         self._ledger.flush()
         return self._ledger.events_written
@@ -198,20 +216,26 @@ class Session:
 
     def source(self) -> TensorSource:
         """The source of the calling thread, entered when the thread first asks for it."""
-        source: TensorSource | None = getattr(self._local, "source", None)
+        source: TensorSource | None = getattr(_thread, "source", None)
         if source is None:
-            source = self._local.source = TensorSource(self._ledger, self._stacks)
+            source = _thread.source = TensorSource(self._ledger, self._place, self._stacks)
             source.__enter__()
+        elif source.ledger is not self._ledger:  # left by an earlier session, still entered
+            source.bind(self._ledger, self._place, self._stacks)
         return source
 
     def _forked(self) -> None:
         """In a forked child: books of its own, in a folder of its own."""
+        self._stop = threading.Event()  # another thread may have held the old one's lock
         try:
             self._folder = Path(enter_run(str(self._folder.parent)))
             self._manifest = {**_process(), **_existing(self._folder)}
             self._write_manifest("recording")
-        except OSError as error:
-            self._ledger.failure = error
+        except OSError as error:  # nowhere to write: the folder is still the parent's
+            print(f"memtrace: process {os.getpid()} is not recorded: {error}", file=sys.stderr)
+            self._closed = True
+            self._detach()
+            return
         self._ledger.restart(self._folder)
         self._start_writer()
 
@@ -219,14 +243,15 @@ class Session:
 
     def component(self, component: str) -> Within:
         components.base(component)
-        source = self.source()
-        return Within(source, self._ledger.frame(component, source.frame.scope, explicit=True))
+        self.source()
+        scope = self._place.get().scope
+        return Within(self._place, self._ledger.frame(component, scope, explicit=True))
 
     def scope(self, kind: str, name: str) -> Within:
-        source = self.source()
-        now = source.frame
+        self.source()
+        now = self._place.get()
         scope = self._ledger.scope(now.scope, kind, name)
-        return Within(source, self._ledger.frame(now.component, scope, now.explicit))
+        return Within(self._place, self._ledger.frame(now.component, scope, now.explicit))
 
     @contextmanager
     def request(self, name: str, prompt_tokens: int | None) -> Iterator[scopes.Request]:
@@ -262,6 +287,8 @@ class Session:
 @contextmanager
 def record_here(path: str | Path, *, stacks: int = 0) -> Iterator[Session]:
     """Record this process for the length of a ``with`` block, into a new run at ``path``.
+
+    What is allocated already isn't in it, unless :meth:`Session.adopt_existing` books it.
 
     Raises:
         MemtraceError: ``path`` exists, or this process is being recorded already.
@@ -306,10 +333,15 @@ def _existing(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _innermost() -> Any:
-    from torch.utils._python_dispatch import _get_current_dispatch_mode
+#: The source of each thread, from the first session that asked for it on.
+_thread = threading.local()
 
-    return _get_current_dispatch_mode()
+
+def _leave() -> None:
+    """Take the source out of the calling thread, if nobody entered another mode over it."""
+    source: TensorSource | None = getattr(_thread, "source", None)
+    if source is not None and source.leave():
+        del _thread.source
 
 
 # Hooks into the interpreter can't be taken back (register_at_fork) or must not be, since others may
@@ -320,7 +352,10 @@ _threads_followed = False
 
 
 def _follow_threads() -> None:
-    """Record every thread from its start, first in the scope of the thread that started it."""
+    """Record every thread from its start, first in the scope of the thread that started it.
+
+    An explicit component is not handed down.
+    """
     global _threads_followed
     if _threads_followed:
         return
@@ -333,15 +368,20 @@ def _follow_threads() -> None:
     def start(thread: threading.Thread) -> None:
         session = Session._active
         if session is not None and thread is not session._writer:
-            starting[id(thread)] = session, session.source().frame
+            starting[id(thread)] = session, session._place.get()
         plain_start(thread)
 
     @functools.wraps(plain_bootstrap)
     def bootstrap(thread: threading.Thread) -> None:
         session, frame = starting.pop(id(thread), (None, None))
         if session is not None and frame is not None and session is Session._active:
-            session.source().frame = frame
-        plain_bootstrap(thread)
+            session.source()
+            if not frame.explicit:  # a pool outlives the block that its first task was given in
+                session._place.set(frame)
+        try:
+            plain_bootstrap(thread)
+        finally:
+            _leave()  # PyTorch must not find it in a thread that Python has let go
 
     threading.Thread.start = start  # type: ignore[method-assign,assignment]
     threading.Thread._bootstrap_inner = bootstrap  # type: ignore[attr-defined]

@@ -4,16 +4,21 @@ A dispatch mode sees each operator below autograd. What it returns is an alias o
 or a new storage, and a weak reference on the storage tells when that dies. Not seen: what a kernel
 takes below the dispatcher (scratch buffers), and storages made without an operator (DLPack, files
 mapped by safetensors) until they are adopted as a parameter, an input of a model or by a retag.
+
+An exception here would surface in the user's program, or abort it where C++ called the operator. So
+whatever is asked of an unknown operator or tensor may fail, and then counts as not seen.
 """
 
 import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from memtrace.record.ledger import Frame, Ledger
 from memtrace.trace.schema import Action
@@ -21,7 +26,8 @@ from memtrace.trace.schema import Action
 #: Codes in ``Frame.ops`` that are no contexts.
 _ALIAS, _SPECIAL = -1, -2
 
-_STRIDED = torch.strided
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_function_mode_active = torch._C._is_torch_function_mode_enabled
 
 #: Operators that put another storage, or another size of it, under a tensor that exists.
 _RESIZING = {"aten::resize_", "aten::resize_as_", "aten::set_"}
@@ -29,8 +35,8 @@ _RESIZING = {"aten::resize_", "aten::resize_as_", "aten::set_"}
 #: Files whose frames say nothing about the user's program.
 _HIDDEN = (str(Path(__file__).parent), str(Path(torch.__file__).parent / "_ops.py"))
 
-#: Operators, by identity, that do not simply return new storages. Operators live for ever.
-_codes: dict[int, int | None] = {}
+#: Operators by identity, and how to treat them. Holding on to them keeps the identities valid.
+_codes: dict[int, tuple[Any, int | None]] = {}
 
 
 def _code(operator: Any) -> int | None:
@@ -40,7 +46,7 @@ def _code(operator: Any) -> int | None:
     schema = operator._schema
     if schema.name in _RESIZING or any(argument.is_out for argument in schema.arguments):
         return _SPECIAL
-    if operator._can_decompose():
+    if _is_composite(operator):
         # A composite operator arrives whole under inference mode. Its temporaries show only when
         # it is taken apart, and one that is a view by its schema (reshape) may copy.
         return _SPECIAL
@@ -51,22 +57,46 @@ def _code(operator: Any) -> int | None:
     return None
 
 
+def _is_composite(operator: Any) -> bool:
+    try:
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), _COMPOSITE))
+    except RuntimeError:  # a prim:: operator, unknown to the dispatcher
+        return False
+
+
 class TensorSource(TorchDispatchMode):
     """Feeds a ledger with the storages of one thread: a mode belongs to the thread that enters it.
 
     Args:
         ledger: where the events go.
+        place: holds the frame that the running code stands in; tasks of asyncio each have theirs.
         stacks: Python frames kept for each allocation; 0 keeps none.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, ledger: Ledger, stacks: int = 0) -> None:
+    def __init__(self, ledger: Ledger, place: ContextVar[Frame], stacks: int = 0) -> None:
         super().__init__()
-        self.frame: Frame = ledger.frame("other", 0, explicit=False)
+        self.bind(ledger, place, stacks)
+
+    def bind(self, ledger: Ledger, place: ContextVar[Frame], stacks: int) -> None:
+        """Feed another ledger from now on."""
         self._ledger = ledger
         self._live = ledger.live
         self._stacks = stacks
+        self._frame = place.get  # a C function: this is on the path of every operator
+
+    @property
+    def ledger(self) -> Ledger:
+        """Where the events go."""
+        return self._ledger
+
+    def leave(self) -> bool:
+        """Take the mode from this thread; False where another one was entered over it."""
+        if _get_current_dispatch_mode() is not self:
+            return False
+        self.__exit__(None, None, None)
+        return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -78,7 +108,7 @@ class TensorSource(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The hot path: the usual operator, one new tensor on the CPU, is written out.
-        frame = self.frame
+        frame = self._frame()
         context = frame.ops.get(id(func))
         if context is None:
             context = self._learn(frame, func)
@@ -87,8 +117,12 @@ class TensorSource(TorchDispatchMode):
         # ``_op`` is what calling the overload ends in, without a Python call in between.
         out = func._op(*args, **kwargs) if kwargs else func._op(*args)
         if context != _ALIAS:
-            if type(out) is Tensor and out.is_cpu and out.layout is _STRIDED:
-                storage = out.untyped_storage()
+            if type(out) is Tensor and not _function_mode_active() and out.is_cpu:
+                try:
+                    storage = out.untyped_storage()
+                except RuntimeError:  # sparse, or a wrapper of C++
+                    self._ledger.without_storage += 1
+                    return out
                 if storage._cdata not in self._live:
                     self._ledger.allocate(storage, context, frame.free)
                     return out
@@ -99,8 +133,8 @@ class TensorSource(TorchDispatchMode):
         """The code of an operator or its context in this frame, kept for the next call."""
         key = id(func)
         if key not in _codes:
-            _codes[key] = _code(func)
-        code = _codes[key]
+            _codes[key] = func, _code(func)
+        code = _codes[key][1]
         if code is None:
             code = self._context(func, "cpu")
             if self._stacks:
@@ -109,15 +143,16 @@ class TensorSource(TorchDispatchMode):
         return code
 
     def _context(self, func: Any, device: str) -> int:
-        ledger, frame = self._ledger, self.frame
+        ledger, frame = self._ledger, self._frame()
         scope = ledger.scope(frame.scope, "op", str(func))
         stack = ledger.stack(_stack(self._stacks)) if self._stacks else -1
         return ledger.context(Action.ALLOC, device, frame.component, scope, stack=stack)
 
     def _special(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if isinstance(func, torch._ops.OpOverload) and func._can_decompose():
+        if isinstance(func, torch._ops.OpOverload) and _is_composite(func):
             with self:
-                return func.decompose(*args, **kwargs)
+                # PyTorch's own kernel: decompose() may prefer a Python one with other rounding.
+                return func._op_dk(_COMPOSITE, *args, **kwargs)
         out = func(*args, **kwargs)
         self._returned(func, out)
         return out
@@ -125,65 +160,72 @@ class TensorSource(TorchDispatchMode):
     def _returned(self, func: Any, out: Any) -> None:
         """Book what in ``out`` is new or has another size than it had."""
         if isinstance(out, Tensor):
-            storage = self._storage(out)
-            if storage is None:
-                return
-            ref = self._ledger.find(storage)
-            if ref is None:
-                device = str(out.device)
-                free = self._ledger.context(Action.FREE, device, self.frame.component, 0)
-                self._ledger.allocate(storage, self._context(func, device), free)
-            elif ref.row[1] != storage.nbytes():
-                scope = self._ledger.scope(self.frame.scope, "op", str(func))
-                self._ledger.resize(ref, storage, scope)
+            with torch._C.DisableTorchFunction():
+                for device, storage in self._storages(out):
+                    ref = self._ledger.find(storage)
+                    if ref is None:
+                        free = self._ledger.context(Action.FREE, device, self._frame().component, 0)
+                        self._ledger.allocate(storage, self._context(func, device), free)
+                    elif ref.row[1] != storage.nbytes():
+                        scope = self._ledger.scope(self._frame().scope, "op", str(func))
+                        self._ledger.resize(ref, storage, scope)
         elif isinstance(out, (tuple, list)):
             for item in out:
                 self._returned(func, item)
 
-    def _storage(self, tensor: Tensor) -> torch.UntypedStorage | None:
+    def _storages(self, tensor: Tensor) -> Iterator[tuple[str, torch.UntypedStorage]]:
+        """Device and storage of a tensor; of each inner tensor where it only wraps others."""
+        if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
+            for name in tensor.__tensor_flatten__()[0]:
+                yield from self._storages(getattr(tensor, name))
+            return
         try:
-            return tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
+            storage = tensor.untyped_storage()
+            real = storage.device.type == "meta" or storage.data_ptr() or not storage.nbytes()
+        except (RuntimeError, ValueError):  # sparse, opaque; lazy parameters raise the latter
+            real = False
+        if real:
+            yield str(tensor.device), storage
+        else:
             self._ledger.without_storage += 1
-            return None
 
     def component_of(self, tensor: Tensor) -> str | None:
         """The component of a tensor's storage; None when it isn't booked."""
-        storage = self._storage(tensor)
-        ref = storage and self._ledger.find(storage)
-        return self._ledger.component_of(ref) if ref else None
+        with torch._C.DisableTorchFunction():
+            for _, storage in self._storages(tensor):
+                ref = self._ledger.find(storage)
+                return self._ledger.component_of(ref) if ref else None
+        return None
 
     def retag(self, tensor: Tensor, component: str) -> None:
         """The storage of ``tensor`` belongs to ``component``; one that wasn't booked is adopted."""
-        storage = self._storage(tensor)
-        if storage is None:
-            return
         ledger = self._ledger
-        ref = ledger.find(storage)
-        if ref is not None:
-            ledger.retag(ref, component, self.frame.scope)
-            return
-        device = str(tensor.device)
-        scope = ledger.scope(self.frame.scope, "op", "adopted")
-        ledger.allocate(
-            storage,
-            ledger.context(Action.ALLOC, device, component, scope),
-            ledger.context(Action.FREE, device, component, 0),
-        )
+        with torch._C.DisableTorchFunction():
+            for device, storage in self._storages(tensor):
+                ref = ledger.find(storage)
+                if ref is not None:
+                    ledger.retag(ref, component, self._frame().scope)
+                    continue
+                scope = ledger.scope(self._frame().scope, "op", "adopted")
+                ledger.allocate(
+                    storage,
+                    ledger.context(Action.ALLOC, device, component, scope),
+                    ledger.context(Action.FREE, device, component, 0),
+                )
 
 
 class Within:
-    """A source stands in another frame for the length of a ``with`` block."""
+    """The running code stands in another frame for the length of a ``with`` block."""
 
-    __slots__ = ("_inner", "_outer", "_source")
+    __slots__ = ("_inner", "_outer", "_place")
 
-    def __init__(self, source: TensorSource, frame: Frame) -> None:
-        self._source = source
+    def __init__(self, place: ContextVar[Frame], frame: Frame) -> None:
+        self._place = place
         self._inner = frame
 
     def __enter__(self) -> None:
-        self._outer = self._source.frame
-        self._source.frame = self._inner
+        self._outer = self._place.get()
+        self._place.set(self._inner)
 
     def __exit__(
         self,
@@ -191,7 +233,7 @@ class Within:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._source.frame = self._outer
+        self._place.set(self._outer)
 
 
 def _stack(depth: int) -> tuple[str, ...]:

@@ -36,6 +36,7 @@ def first_manifest(command: Sequence[str], epoch_ns: int) -> dict[str, Any]:
     system = os.uname()
     return {
         "state": "running",
+        "recorder_pid": os.getpid(),
         "knowledge": Knowledge.MEASURED,
         "command": list(command),
         "cwd": os.path.abspath("."),

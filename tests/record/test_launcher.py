@@ -330,6 +330,21 @@ def test_descendants_are_sampled_while_the_command_runs(tmp_path: Path) -> None:
     assert len(launch.trace().manifest["process_peak"]) == 2
 
 
+def test_force_leaves_a_run_alone_that_is_being_recorded(tmp_path: Path) -> None:
+    # GIVEN a recording
+    first = Launch(tmp_path, PYTHON, "-c", "input()")
+    process = first.start()
+    wait_until(lambda: first.folder.exists() and bool(first.trace().processes))
+    # WHEN another one is to replace it
+    result = Launch(tmp_path, PYTHON, "-c", "pass", options=["--force"]).run()
+    # THEN it isn't started, and the first one ends as if nothing had been
+    assert result.returncode == 125
+    assert result.stderr == "memtrace: run is being recorded right now\n"
+    process.communicate("\n", timeout=30)
+    assert process.returncode == 0
+    assert first.trace().complete
+
+
 def test_a_child_that_outlives_the_command(tmp_path: Path) -> None:
     # GIVEN a command that leaves a child behind, which ends when we say so
     fifo = tmp_path / "fifo"

@@ -1,10 +1,13 @@
 """What the tensor source books, against what PyTorch says is alive."""
 
+import asyncio
 import gc
+import sys
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +15,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from memtrace import scopes
 from memtrace.analysis.accounts import accounts
 from memtrace.analysis.identities import check
+from memtrace.analysis.places import place
 from memtrace.analysis.process import process_memory
 from memtrace.errors import MemtraceError
 from memtrace.record.session import Session, record_here
@@ -206,13 +212,139 @@ def test_threads_started_while_recording_are_booked(record) -> None:
 
 
 def test_a_thread_begins_in_the_scope_of_who_started_it(record) -> None:
-    def work() -> None:
-        with scopes.component("Temp"):
-            thread = threading.Thread(target=torch.zeros, args=(1000,))
-            thread.start()
-        thread.join()
+    """But an explicit component is not handed down: pools outlive the block they start in."""
 
-    assert booked(record(work))[0][:2] == (Action.ALLOC, "Temp")
+    def work() -> None:
+        for scope in (scopes.phase("prefill"), scopes.component("Temp")):
+            with scope:
+                thread = threading.Thread(target=torch.zeros, args=(1000,))
+                thread.start()
+            thread.join()
+
+    process = record(work)
+    found = [
+        (process.contexts["component"][context], place(process, process.contexts["scope"][context]))
+        for context in process.events["context"]
+        if process.contexts["action"][context] == Action.ALLOC
+    ]
+    assert [(component, where.phase) for component, where in found] == [
+        ("other", "prefill"),
+        ("other", None),
+    ]
+
+
+def test_tasks_of_asyncio_stand_in_their_own_scopes(record) -> None:
+    async def task(component: str, seconds: float) -> None:
+        with scopes.component(component):
+            await asyncio.sleep(seconds)
+            torch.zeros(1000)
+
+    async def both() -> None:
+        await asyncio.gather(task("Act", 0.01), task("Temp", 0.02))
+        torch.zeros(1000)
+
+    events = booked(record(lambda: asyncio.run(both())))
+    assert [c for action, c, *_ in events if action == Action.ALLOC] == ["Act", "Temp", "other"]
+
+
+class Halved(torch.Tensor):
+    """A float32 tensor on the outside, int8 inside, as quantised weights are."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> "Halved":
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return Halved(func(args[0].inner))
+
+
+def test_a_wrapper_counts_as_what_it_wraps(record) -> None:
+    events = booked(record(lambda: torch.neg(Halved(torch.zeros(1000, dtype=torch.int8)))))
+    assert [size for action, _, size, _ in events if action == Action.ALLOC] == [1000, 1000]
+
+
+def test_operators_and_tensors_that_can_not_be_asked(record) -> None:
+    """Fake tensors ask prim:: operators; lazy parameters have no storage."""
+
+    def work() -> None:
+        with FakeTensorMode():
+            torch.nn.Linear(20, 20)(torch.empty(2, 20))
+        torch.export.export(torch.nn.Linear(2, 2), (torch.zeros(1, 2),))
+        torch.nn.LazyLinear(4)(torch.zeros(1, 2))
+
+    record(work)
+
+
+def test_function_modes_see_the_users_calls_only(record) -> None:
+    class Log(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[str] = []
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.calls.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    def work() -> None:
+        net = torch.nn.Linear(2, 2)
+        with Log() as log:
+            net(torch.zeros(1, 2))
+        work.calls = log.calls
+
+    work()
+    plain = work.calls
+    record(work)
+    assert work.calls == plain
+
+
+@pytest.mark.parametrize("mode", ["bicubic", "bilinear"])
+def test_composite_operators_round_as_ever_under_inference_mode(record, mode) -> None:
+    image = torch.randn(1, 3, 17, 17, generator=torch.Generator().manual_seed(0))
+
+    def work() -> None:
+        with torch.inference_mode():
+            work.out = torch.nn.functional.interpolate(image, scale_factor=1.7, mode=mode)
+
+    work()
+    plain = work.out
+    record(work)
+    assert torch.equal(plain, work.out)
+
+
+def test_what_was_there_before_can_be_booked(record) -> None:
+    old = torch.zeros(5000)
+    layer = torch.nn.Linear(10, 10, bias=False)
+
+    def work() -> None:
+        nonlocal old
+        session = Session.active()
+        assert session is not None
+        session.adopt_existing()
+        layer(torch.ones(1, 10))
+        del old
+
+    events = booked(record(work))
+    assert (Action.ALLOC, "other", 20000, "adopted") in events
+    assert (Action.ALLOC, "model", 400, "adopted") in events
+    assert [(action, size) for action, _, size, _ in events][-1] == (Action.FREE, 20000)
+
+
+def test_recordings_leave_no_trace_in_the_interpreter(record) -> None:
+    for _ in range(2):
+        record(lambda: None)
+    finders, hooks = len(sys.meta_path), torch.nn.Module.__call__
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(3):
+            record(lambda: pool.submit(torch.nn.Linear(2, 2), torch.zeros(1, 2)).result())
+        modes = pool.submit(torch._C._len_torch_dispatch_stack).result()
+    assert (len(sys.meta_path), torch.nn.Module.__call__, modes) == (finders, hooks, 1)
 
 
 def test_a_thread_that_outlives_the_recording_does_no_harm(tmp_path, monkeypatch) -> None:
