@@ -83,6 +83,7 @@ class TensorSource(TorchDispatchMode):
         """Feed another ledger from now on."""
         self._ledger = ledger
         self._live = ledger.live
+        self._allocate = ledger.allocate
         self._stacks = stacks
         self._frame = place.get  # a C function: this is on the path of every operator
 
@@ -123,8 +124,9 @@ class TensorSource(TorchDispatchMode):
                 except RuntimeError:  # sparse, or a wrapper of C++
                     self._ledger.without_storage += 1
                     return out
-                if storage._cdata not in self._live:
-                    self._ledger.allocate(storage, context, frame.free)
+                key = storage._cdata
+                if key not in self._live:
+                    self._allocate(storage, key, context, frame.free)
                     return out
             self._returned(func, out)
         return out
@@ -165,7 +167,8 @@ class TensorSource(TorchDispatchMode):
                     ref = self._ledger.find(storage)
                     if ref is None:
                         free = self._ledger.context(Action.FREE, device, self._frame().component, 0)
-                        self._ledger.allocate(storage, self._context(func, device), free)
+                        context = self._context(func, device)
+                        self._ledger.allocate(storage, storage._cdata, context, free)
                     elif ref.row[1] != storage.nbytes():
                         scope = self._ledger.scope(self._frame().scope, "op", str(func))
                         self._ledger.resize(ref, storage, scope)
@@ -209,6 +212,7 @@ class TensorSource(TorchDispatchMode):
                 scope = ledger.scope(self._frame().scope, "op", "adopted")
                 ledger.allocate(
                     storage,
+                    storage._cdata,
                     ledger.context(Action.ALLOC, device, component, scope),
                     ledger.context(Action.FREE, device, component, 0),
                 )
