@@ -79,6 +79,9 @@ def header(summary: Summary) -> Table:
     if summary.events or summary.dropped:
         rows["events"] = _events(summary)
     rows["recording"] = _recording(summary)
+    buffers = [process.buffers for process in summary.processes if process.buffers]
+    if buffers:
+        rows["recorder"] = f"{format_size(max(buffers))} of buffers at most, part of external"
     if one is not None:
         rows["identities"] = (
             f"hold at all {one.identities.events:,} events"

@@ -135,5 +135,6 @@ def _process(process: ProcessSummary) -> dict[str, Any]:
         "torch": process.torch,
         "events": process.events,
         "dropped": process.dropped,
+        "recorder_buffers": process.buffers,
         "rss_peak": process.memory.peak,
     }

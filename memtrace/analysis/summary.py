@@ -66,6 +66,7 @@ class ProcessSummary:
     events: int
     dropped: int
     unseen: tuple[str, ...]
+    buffers: int | None  # the most that the recorder's own buffers took in it, in bytes
     memory: ProcessMemory  # resident set, whatever the device of its tensors
 
 
@@ -175,6 +176,7 @@ def _process(trace: Trace, process: ProcessTrace) -> ProcessSummary:
         events=len(process.events["id"]),
         dropped=manifest.get("dropped") or 0,
         unseen=tuple(manifest.get("unseen") or ()),
+        buffers=(manifest.get("recorder") or {}).get("peak_buffer_bytes"),
         memory=process_memory(trace, process),
     )
 

@@ -30,6 +30,7 @@ PROCESS: Mapping[str, Any] = {
     "torch": str,
     "dropped": int,
     "unseen": [str],
+    "recorder": {"peak_buffer_bytes": int},
 }
 
 _ACTIONS = frozenset(Action)
