@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tidekv.errors import TidekvError
 
@@ -103,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
 
     methods = commands.add_parser("methods", help="list schedules and selectors")
     methods.set_defaults(command=_methods)
+    methods.add_argument("--json", action="store_true", help="as one JSON object")
     return parser
 
 
@@ -126,13 +128,23 @@ def _fetch(_: argparse.Namespace) -> None:
     print(smollm2_folder())
 
 
-def _methods(_: argparse.Namespace) -> None:
+def _methods(arguments: argparse.Namespace) -> None:
     from tidekv.schedules import SCHEDULES
     from tidekv.selectors import SELECTORS
 
-    for title, registry in (("schedules", SCHEDULES), ("selectors", SELECTORS)):
+    found = {
+        title: {name: _first_line(method) for name, method in registry.items()}
+        for title, registry in (("schedules", SCHEDULES), ("selectors", SELECTORS))
+    }
+    if arguments.json:
+        print(json.dumps({"schema": JSON_SCHEMA, **found}))
+        return
+    for title, methods in found.items():
         print(f"{title}:")
-        for name, method in registry.items():
-            module = sys.modules[method.__module__]
-            first_line = (module.__doc__ or "").strip().partition("\n")[0]
-            print(f"  {name:<14} {first_line}")
+        for name, line in methods.items():
+            print(f"  {name:<14} {line}")
+
+
+def _first_line(method: Any) -> str:
+    """What the module of a schedule or selector says of it first."""
+    return (sys.modules[method.__module__].__doc__ or "").strip().partition("\n")[0]

@@ -22,7 +22,9 @@ HELP = "run a command and record its memory"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.usage = f"{parser.prog} [-o RUN] [--force] [--stacks N] [--interval MS] [-q] -- COMMAND…"
+    parser.usage = (
+        f"{parser.prog} [-o RUN] [--force] [--stacks N] [--interval MS] [-q | --json] -- COMMAND…"
+    )
     parser.add_argument(
         "-o",
         "--output",
@@ -45,7 +47,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=20,
         help="milliseconds between samples of process memory (default: 20)",
     )
-    parser.add_argument("-q", "--quiet", action="store_true", help="don't say where the trace is")
+    said = parser.add_mutually_exclusive_group()
+    said.add_argument("-q", "--quiet", action="store_true", help="don't say where the trace is")
+    said.add_argument("--json", action="store_true", help="say it as JSON, on stderr")
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
@@ -72,4 +76,5 @@ def run(args: argparse.Namespace) -> int:
         stacks=args.stacks,
         interval_ms=args.interval,
         quiet=args.quiet,
+        as_json=args.json,
     )

@@ -77,6 +77,7 @@ def record(
     stacks: int = 0,
     interval_ms: int = 20,
     quiet: bool = False,
+    as_json: bool = False,
 ) -> int:
     """Run ``command`` to its end and record it.
 
@@ -87,6 +88,7 @@ def record(
         stacks: Python frames kept for each allocation.
         interval_ms: time between two samples of process memory.
         quiet: don't say where the trace is.
+        as_json: say it as a JSON document, on stderr: stdout is the command's.
 
     Returns:
         The command's exit code, 128+n if signal n killed it, or 123 if it succeeded but no recorder
@@ -124,7 +126,9 @@ def record(
         if failure is not None:
             reason = os.strerror(failure.errno) if failure.errno else failure
             _say(f"the trace is incomplete, {shown} can't be written: {reason}")
-        if not processes:
+        if as_json:
+            print(json.dumps(_document(folder, manifest, processes)), file=sys.stderr, flush=True)
+        elif not processes:
             _say(
                 f"no recorder started in {command[0]} (it needs Python, without -I, -E or -S), so "
                 f"{shown} holds process memory only"
@@ -310,6 +314,18 @@ def _was_recorded(processes: _Processes) -> bool:
     """A process with torch was recorded, or none needed to be."""
     states = {process.get("state") for process in processes.values()}
     return bool(states) and ("failed" not in states or not states.isdisjoint(_RECORDED))
+
+
+def _document(folder: Path, manifest: Mapping[str, Any], processes: _Processes) -> dict[str, Any]:
+    """What ``--json`` prints; docs/json.md says what each key means."""
+    return {
+        "schema": 1,
+        "run": str(folder),
+        "exit": manifest["exit"],
+        "recorded": _was_recorded(processes),
+        "processes": sorted({int(process["pid"]) for process in processes.values()}),
+        "process_peak": manifest["process_peak"],
+    }
 
 
 def _summary(shown: Path, processes: _Processes, peaks: Mapping[int, int]) -> str:

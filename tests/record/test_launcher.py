@@ -330,11 +330,27 @@ def test_descendants_are_sampled_while_the_command_runs(tmp_path: Path) -> None:
     assert len(launch.trace().manifest["process_peak"]) == 2
 
 
+def test_the_closing_line_as_json(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, PYTHON, "-c", "raise SystemExit(3)", options=["--json"])
+    result = launch.run()
+    (program,) = launch.trace().processes
+    document = json.loads(result.stderr)
+    peaks = document.pop("process_peak")
+    assert peaks[str(program.pid)] > 1 << 20
+    assert document == {
+        "schema": 1,
+        "run": str(launch.folder),
+        "exit": {"code": 3, "signal": None},
+        "recorded": True,
+        "processes": [program.pid],
+    }
+
+
 def test_force_leaves_a_run_alone_that_is_being_recorded(tmp_path: Path) -> None:
     # GIVEN a recording
     first = Launch(tmp_path, PYTHON, "-c", "input()")
     process = first.start()
-    wait_until(lambda: first.folder.exists() and bool(first.trace().processes))
+    wait_until(lambda: any(first.folder.glob("*/manifest.json")))
     # WHEN another one is to replace it
     result = Launch(tmp_path, PYTHON, "-c", "pass", options=["--force"]).run()
     # THEN it isn't started, and the first one ends as if nothing had been
