@@ -66,7 +66,8 @@ def _limits(limits: Mapping[str, str | int]) -> dict[str, int]:
 @contextmanager
 def _recording(factory: pytest.TempPathFactory) -> Iterator["Session"]:
     """The recording that this process is under already (``memtrace record -- pytest``), or one."""
-    from memtrace.record.session import Session, record_here
+    from memtrace.record.here import record_here
+    from memtrace.record.session import Session
 
     active = Session.active()
     if active is not None:

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import tidekv
 from memtrace.analysis.summary import AccountSummary, summarise
-from memtrace.record.session import record_here
+from memtrace.record.here import record_here
 from memtrace.trace.reader import open_trace
 
 ROOT = Path(__file__).parent.parent

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
-from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -19,18 +18,12 @@ from torch.nn.parameter import is_lazy
 
 from memtrace import components, scopes
 from memtrace.errors import MemtraceError
-from memtrace.record.child import enter_run
+from memtrace.record.enter import enter_run
 from memtrace.record.ledger import Frame, Ledger
 from memtrace.record.modules import Rules
 from memtrace.record.process import high_water, resident
 from memtrace.record.tensors import TensorSource, Within
-from memtrace.trace.manifest import (
-    file_checksums,
-    first_manifest,
-    read_manifest,
-    timestamp,
-    write_manifest,
-)
+from memtrace.trace.manifest import read_manifest, write_manifest
 
 #: Seconds between two writes: what a killed process can lose at most.
 FLUSH_SECONDS = 0.5
@@ -282,35 +275,6 @@ class Session:
     def retag(self, tensor: Any, component: str) -> None:
         components.base(component)
         self.source().retag(tensor, component)
-
-
-@contextmanager
-def record_here(path: str | Path, *, stacks: int = 0) -> Iterator[Session]:
-    """Record this process for the length of a ``with`` block, into a new run at ``path``.
-
-    What is allocated already isn't in it, unless :meth:`Session.adopt_existing` books it.
-
-    Raises:
-        MemtraceError: ``path`` exists, or this process is being recorded already.
-        OSError: ``path`` can't be written.
-    """
-    run = Path(path)
-    try:
-        (run / str(os.getpid())).mkdir(parents=True)
-    except FileExistsError:
-        raise MemtraceError(f"{run} exists; choose another name or remove it") from None
-    epoch_ns = perf_counter_ns()
-    manifest = first_manifest(sys.orig_argv, epoch_ns)
-    write_manifest(run, manifest)
-    session = Session(run / str(os.getpid()), epoch_ns=epoch_ns, stacks=stacks, sample_ms=20)
-    session.start()
-    try:
-        yield session
-    finally:
-        session.close()
-        peak = {str(os.getpid()): high_water(os.getpid())}
-        manifest |= {"state": "complete", "ended": timestamp(), "process_peak": peak}
-        write_manifest(run, {**manifest, "files": file_checksums(run)})
 
 
 def _process() -> dict[str, Any]:

@@ -206,6 +206,7 @@ def test_start_up_loads_next_to_nothing(tmp_path: Path) -> None:
         "memtrace",
         "memtrace.record",
         "memtrace.record.child",
+        "memtrace.record.enter",
         "memtrace.record.imports",
         "memtrace.trace",
         "_json",

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache
 from memtrace import scopes
 from memtrace.analysis.accounts import Account, accounts
 from memtrace.analysis.places import SEPARATOR, place
-from memtrace.record.session import record_here
+from memtrace.record.here import record_here
 from memtrace.trace.reader import open_trace
 
 LAYERS, HIDDEN, KV_HEADS, HEAD, VOCABULARY = 3, 32, 2, 8, 96

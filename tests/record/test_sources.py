@@ -24,7 +24,8 @@ from memtrace.analysis.identities import check
 from memtrace.analysis.places import place
 from memtrace.analysis.process import process_memory
 from memtrace.errors import MemtraceError
-from memtrace.record.session import Session, record_here
+from memtrace.record.here import record_here
+from memtrace.record.session import Session
 from memtrace.trace.reader import ProcessTrace, open_trace
 from memtrace.trace.schema import Action
 
