@@ -237,7 +237,7 @@ def report(summary: Summary, top: int) -> Group:
         parts += [Text(), Text(f"No tensor was seen. Peak process memory: {size(peak)}.")]
     else:
         steady = f"above the steady state {format_size(one.above_steady)}"
-        definition = "  peak of allocated - model in the prefill, less the KV that it leaves"
+        definition = "  peak of allocated - model in the prefill, less the compact KV it leaves"
         parts += [Text(), peak_line(one), Text(), _indented(equations(one)), Text()]
         parts += [Text(steady, style="bold"), Text(definition, style="dim")]
         if top:

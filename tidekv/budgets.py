@@ -17,7 +17,8 @@ def rows(budget: int | float, prompt_tokens: int) -> int:
                 f"A budget of {budget} is no share of the prompt; use a float in (0, 1] "
                 "or a number of rows (an int)."
             )
-        return max(1, int(budget * prompt_tokens))
+        # 0.57 of 100 is 57, although the product in binary lies just below it.
+        return max(1, int(round(budget * prompt_tokens, 6)))
     if not 1 <= budget <= prompt_tokens:
         raise InfeasibleError(
             f"A budget of {budget} rows is outside 1..{prompt_tokens}, the prompt's length; "

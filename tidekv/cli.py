@@ -75,8 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--budget",
         type=_budget,
-        default=1024,
-        help="rows kept per layer and KV head, or a share such as 0.25 (default: %(default)s)",
+        help="rows kept per layer and KV head, or a share such as 0.25 (default: 1024, or the "
+        "whole prompt where it is shorter)",
     )
     run.add_argument("--chunk-size", type=int, default=512, help="default: %(default)s")
     run.add_argument("--max-new-tokens", type=int, default=64, help="default: %(default)s")
@@ -109,7 +109,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _budget(text: str) -> int | float:
-    return float(text) if "." in text else int(text)
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+_budget.__name__ = "budget"  # argparse names it where both fail
 
 
 def _run(arguments: argparse.Namespace) -> None:

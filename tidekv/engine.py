@@ -66,6 +66,7 @@ def prefill(
         scoring: "blockwise" (bounded memory) or "dense" (reference).
         attention: "sdpa", "eager" or "flash_attention_2"; None = the model's own setting.
         attention_mask: (B, S); checked to be all ones, since padded batches are not supported.
+            Without one every token counts, padding too.
         keep_indices: keep the positions of the kept rows.
         on_layer: called with the index of each layer that is done, e.g. for a progress bar.
 
@@ -102,6 +103,8 @@ def decode(
 ) -> torch.Tensor:
     """Continue with transformers' own ``generate``; takes all of its keyword arguments.
 
+    One call at a time for a model: it stands in for the model's ``forward`` for one step.
+
     The first token too is chosen by ``generate`` (its sampling, logits processors, streamers and
     stopping criteria apply), from the logits that ``prefill`` computed. Grows ``prefilled.cache``.
 
@@ -122,20 +125,40 @@ def decode(
             f"The prefill is of {seen} tokens but input_ids has {input_ids.shape[1]}; "
             "pass the same input_ids to both."
         )
+    if generate_kwargs.get("use_cache") is False:
+        raise InfeasibleError("Decoding continues from the cache, so use_cache can't be False.")
+    # Without a mask, generate takes padding tokens inside the prompt for padding.
+    mask = generate_kwargs.pop("attention_mask", None)
+    _check_mask(input_ids, mask)
     with scopes.phase("decode"), _first_logits(model, prefilled):
         result: torch.Tensor = model.generate(
-            input_ids, **{compat.cache_argument(model): prefilled.cache}, **generate_kwargs
+            input_ids,
+            attention_mask=torch.ones_like(input_ids) if mask is None else mask,
+            **{compat.cache_argument(model): prefilled.cache},
+            **generate_kwargs,
         )
     return result
 
 
-def generate(
-    model: Any, input_ids: torch.Tensor, *, max_new_tokens: int = 128, **options: Any
-) -> torch.Tensor:
-    """:func:`prefill`, then :func:`decode`; ``options`` go to whichever knows them."""
+def generate(model: Any, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    """:func:`prefill`, then :func:`decode`; ``options`` go to whichever knows them.
+
+    Up to 128 new tokens, unless the options or the model's generation config limit them.
+    """
     ours = {name: options.pop(name) for name in _PREFILL_OPTIONS & options.keys()}
     prefilled = prefill(model, input_ids, **ours)
-    return decode(model, input_ids, prefilled, max_new_tokens=max_new_tokens, **options)
+    limited = options.keys() & {"max_new_tokens", "max_length", "generation_config"}
+    if not limited and model.generation_config.max_new_tokens is None:
+        options["max_new_tokens"] = 128
+    return decode(model, input_ids, prefilled, **options)
+
+
+def _check_mask(input_ids: torch.Tensor, mask: torch.Tensor | None) -> None:
+    """Every token must count: rows of the cache stand at one position for the whole batch."""
+    if mask is not None and (mask.shape != input_ids.shape or not bool((mask == 1).all())):
+        raise InfeasibleError(
+            "Padded batches are not supported; pass prompts of one length, or one at a time."
+        )
 
 
 _PREFILL_OPTIONS = frozenset(inspect.getfullargspec(prefill).kwonlyargs)
@@ -167,9 +190,10 @@ def _check(
             f"input_ids must be (batch, prompt tokens) with at least one token, "
             f"not {tuple(input_ids.shape)}."
         )
-    if attention_mask is not None and not bool((attention_mask == 1).all()):
+    _check_mask(input_ids, attention_mask)
+    if model.training:
         raise InfeasibleError(
-            "Padded batches are not supported; pass prompts of one length, or one at a time."
+            "The model is in training mode, where dropout applies; call model.eval() first."
         )
     prompt_tokens = input_ids.shape[1]
     window = compat.sliding_window(model.config)
@@ -194,6 +218,7 @@ def _first_logits(model: Any, prefilled: Prefill) -> Iterator[None]:
     ``generate`` feeds exactly the last token; the forward that it calls does not run.
     """
     forward, cache = model.forward, prefilled.cache
+    replaced = vars(model).get("forward")  # as compiled models and accelerate's hooks have
 
     @functools.wraps(forward)  # generate inspects the signature
     def replay(*args: Any, **kwargs: Any) -> Any:
@@ -217,4 +242,7 @@ def _first_logits(model: Any, prefilled: Prefill) -> Iterator[None]:
         yield
     finally:
         cache.pending = 0
-        del model.forward
+        if replaced is None:
+            del model.forward
+        else:
+            model.forward = replaced

@@ -167,7 +167,8 @@ def smollm2_folder() -> Path:
             f"Converting SmolLM2 needs {' and '.join(missing)}; "
             f"run: pip install {' '.join(missing)}"
         )
-    from filelock import FileLock  # a dependency of torch and huggingface_hub
+    from filelock import FileLock
+    from safetensors import SafetensorError
 
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -180,7 +181,7 @@ def smollm2_folder() -> Path:
                     partial.rename(folder)
                 finally:
                     shutil.rmtree(partial, ignore_errors=True)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise LoadError(
             f"SmolLM2 could not be converted into {folder.parent} ({error}); "
             "set TIDEKV_CACHE to a folder with 0.6 GiB free."

@@ -10,6 +10,7 @@ from transformers import TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from memtrace import scopes
+from memtrace.sizes import format_size
 from tidekv import selectors
 from tidekv.engine import Prefill, decode, prefill
 from tidekv.errors import DeviceMemoryError, TidekvError, check_choice
@@ -17,6 +18,7 @@ from tidekv.loading import encode, load_model
 from tidekv.progress import progress_bar
 from tidekv.selectors import SELECTORS, Selector
 
+_DEFAULT_BUDGET = 1024  # rows, or the whole prompt where it is shorter
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -49,7 +51,7 @@ class Outcome:
             f"first token {self.time_to_first_token_s:.2f} s · "
             f"{'-' if speed is None else f'{speed:.1f}'} tokens/s · "
             f"kept {self.rows_kept:,} of {self.prompt_tokens:,} rows per layer and KV head "
-            f"({self.cache_bytes / 2**20:.1f} MiB)"
+            f"({format_size(self.cache_bytes)})"
         )
 
 
@@ -73,8 +75,10 @@ def run(arguments: argparse.Namespace, *, stream: bool) -> Outcome:
         )
         input_ids = _prompt(arguments, model, tokenizer).to(device)
         return _answer(arguments, model, tokenizer, input_ids, selector, stream)
-    except torch.OutOfMemoryError as error:
-        reason = str(error).partition(". ")[0]
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise  # on the CPU, PyTorch says it with a plain RuntimeError
+        reason = (str(error) or "Out of memory").partition(". ")[0]
         raise DeviceMemoryError(
             f"{reason}; use --schedule layer_major, a smaller --chunk-size or a shorter prompt."
         ) from error
@@ -99,7 +103,7 @@ def _answer(
                 input_ids,
                 schedule=arguments.schedule,
                 selector=selector,
-                budget=arguments.budget,
+                budget=arguments.budget or min(_DEFAULT_BUDGET, prompt_tokens),
                 chunk_size=arguments.chunk_size,
                 scoring=arguments.scoring,
                 attention=arguments.attention,
@@ -181,6 +185,8 @@ def _device(name: str) -> str:
         kind = torch.device(name).type
     except RuntimeError as error:
         raise TidekvError(f"There is no device {name!r}; use cpu or cuda.") from error
+    if kind not in ("cpu", "cuda"):
+        raise TidekvError(f"Device {name!r} can't answer a prompt; use cpu or cuda.")
     if kind == "cuda" and not torch.cuda.is_available():
         raise TidekvError("This PyTorch sees no CUDA device; use --device cpu.")
     return name

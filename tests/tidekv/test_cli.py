@@ -59,7 +59,7 @@ def test_run_prints_answer_and_figures(command, capsys):
     out = capsys.readouterr().out
     assert re.search(
         r"first token \d+\.\d\d s · \d+\.\d tokens/s · "
-        r"kept 64 of \d+ rows per layer and KV head \(0\.0 MiB\)\n$",
+        r"kept 64 of \d+ rows per layer and KV head \(24\.0 KiB\)\n$",
         out,
     )
 

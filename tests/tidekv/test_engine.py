@@ -5,11 +5,17 @@ import threading
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, TextIteratorStreamer
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    TextIteratorStreamer,
+)
 
 import tidekv
 from tests.tidekv.conftest import FAMILIES
 from tests.tidekv.live_bytes import LiveBytes
+from tidekv import budgets
 from tidekv.schedules import SCHEDULES
 from tidekv.selectors import SnapKV
 
@@ -192,3 +198,68 @@ def test_other_families_are_refused(tiny):
     )
     with pytest.raises(tidekv.InfeasibleError, match="family 'gpt_neox' are not supported"):
         tidekv.prefill(model, torch.ones(1, 60, dtype=torch.int64))
+
+
+def test_padding_tokens_inside_the_prompt_are_tokens(tiny, prompt, monkeypatch):
+    """Without a mask, generate would take them for padding."""
+    model, ids = tiny(), prompt(60)
+    ids[0, ::7] = model.config.pad_token_id
+    mask = torch.ones_like(ids)
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(ids, attention_mask=mask, **options)
+    assert torch.equal(tidekv.generate(model, ids, selector=None, **options), plain)
+    masked = tidekv.generate(model, ids, selector=None, attention_mask=mask, **options)
+    assert torch.equal(masked, plain)
+
+
+def test_a_forward_that_others_put_in_place_stays(tiny, prompt):
+    model, ids = tiny(), prompt(40)
+    plain = model.forward
+    calls = []
+
+    def forward(*args, **kwargs):
+        calls.append(kwargs["input_ids"].shape)
+        return plain(*args, **kwargs)
+
+    model.forward = forward
+    try:
+        tidekv.generate(model, ids, budget=36, selector=SnapKV(window=8), max_new_tokens=4)
+        assert model.forward is forward
+        assert len(calls) == 3  # the first token's forward is replayed
+    finally:
+        del model.forward
+
+
+@pytest.mark.parametrize(
+    ("limits", "new"),
+    [
+        ({"max_length": 46}, 6),
+        ({"max_new_tokens": 5}, 5),
+        ({"generation_config": GenerationConfig(max_new_tokens=7)}, 7),
+        ({}, 128),
+    ],
+)
+def test_length_limits_are_the_users(tiny, prompt, limits, new):
+    output = tidekv.generate(
+        tiny(), prompt(40), selector=None, do_sample=False, eos_token_id=None, **limits
+    )
+    assert output.shape[1] == 40 + new
+
+
+def test_what_would_change_the_answer_in_silence_is_refused(tiny, prompt):
+    model, ids = tiny(), prompt(40)
+    with pytest.raises(tidekv.InfeasibleError, match="use_cache can't be False"):
+        tidekv.generate(model, ids, selector=None, use_cache=False)
+    with pytest.raises(tidekv.InfeasibleError, match="Padded batches are not supported"):
+        tidekv.generate(model, ids, selector=None, attention_mask=torch.ones(1, 5))
+    model.train()
+    try:
+        with pytest.raises(tidekv.InfeasibleError, match="in training mode"):
+            tidekv.prefill(model, ids, selector=None)
+    finally:
+        model.eval()
+
+
+@pytest.mark.parametrize("share", range(1, 100))
+def test_a_share_of_a_hundred_is_its_percentage(share):
+    assert budgets.rows(share / 100, 100) == share
