@@ -332,7 +332,8 @@ def test_descendants_are_sampled_while_the_command_runs(tmp_path: Path) -> None:
 
 
 def test_the_closing_line_as_json(tmp_path: Path) -> None:
-    launch = Launch(tmp_path, PYTHON, "-c", "raise SystemExit(3)", options=["--json"])
+    code = "import time; time.sleep(0.3); raise SystemExit(3)"  # long enough to be sampled
+    launch = Launch(tmp_path, PYTHON, "-c", code, options=["--json"])
     result = launch.run()
     (program,) = launch.trace().processes
     document = json.loads(result.stderr)
