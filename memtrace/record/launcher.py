@@ -48,6 +48,9 @@ _SIGNALS = (
 #: si_code of a signal that the kernel made, as for Ctrl-C: the whole process group has got it.
 _SI_KERNEL = 0x80
 
+#: How soon the command's end and signals to the launcher are noticed.
+_POLL_SECONDS = 0.01
+
 #: How long processes may outlive the command and still end inside the recording. Helpers of
 #: multiprocessing end when they notice that it has.
 _GRACE_SECONDS = 0.2
@@ -220,9 +223,18 @@ def _signals_blocked() -> Iterator[set[int]]:
     try:
         yield mask
     finally:
-        while signal.sigtimedwait(_SIGNALS, 0):
-            pass  # came after the command's end, and must not change its exit code
+        list(_pending())  # came after the command's end, and must not change its exit code
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _pending() -> "Iterator[signal.struct_siginfo]":
+    """Take the blocked signals that have arrived.
+
+    ``sigtimedwait`` would wait for them, but where stopping and going on interrupts it at the end
+    of its time it returns a signal that never was (CPython 3.11 to 3.13).
+    """
+    while signal.sigpending() & set(_SIGNALS):
+        yield signal.sigwaitinfo(_SIGNALS)
 
 
 def _spawn(command: Sequence[str], environment: Mapping[str, str], mask: Iterable[int]) -> int:
@@ -253,14 +265,11 @@ def _watch(pid: int, sampler: Sampler) -> tuple[int, int]:
         ended, status, usage = os.wait4(pid, os.WNOHANG)
         if ended:
             return status, usage.ru_maxrss * 1024
-        received = signal.sigtimedwait(_SIGNALS, sampler.wait_seconds())
-        if (
-            received is not None
-            and received.si_signo != signal.SIGCHLD
-            and received.si_code != _SI_KERNEL
-        ):
-            with suppress(PermissionError):  # it runs as another user, as sudo does
-                os.kill(pid, received.si_signo)
+        time.sleep(min(sampler.wait_seconds(), _POLL_SECONDS))
+        for received in _pending():
+            if received.si_signo != signal.SIGCHLD and received.si_code != _SI_KERNEL:
+                with suppress(PermissionError):  # it runs as another user, as sudo does
+                    os.kill(pid, received.si_signo)
 
 
 def _outlast(sampler: Sampler) -> set[int]:
