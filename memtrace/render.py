@@ -4,7 +4,7 @@ import io
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -13,6 +13,7 @@ from rich.text import Text
 
 from memtrace.analysis.compare import TERMS, Comparison, Side, difference
 from memtrace.analysis.peaks import Group as Allocations
+from memtrace.analysis.process import Samples
 from memtrace.analysis.summary import AccountSummary, Request, Summary
 from memtrace.components import COLOURS, LIVE_COMPONENTS
 from memtrace.sizes import format_size
@@ -79,6 +80,10 @@ def header(summary: Summary) -> Table:
     if summary.events or summary.dropped:
         rows["events"] = _events(summary)
     rows["recording"] = _recording(summary)
+    if summary.death is not None:
+        rows["ended"] = "\n- ".join([summary.death.verdict, *summary.death.evidence])
+    if one is not None and one.memory.missing:
+        rows["process"] = f"memory unknown: {one.memory.missing}"
     buffers = [process.buffers for process in summary.processes if process.buffers]
     if buffers:
         rows["recorder"] = f"{format_size(max(buffers))} of buffers at most, part of external"
@@ -143,6 +148,9 @@ def equations(one: AccountSummary) -> Table:
     def process_row(label: Text, at_peak: int | None, own: int | None, note: str) -> None:
         table.add_row(label, size(at_peak), "", size(own), Text(note, style="dim"))
 
+    def part_row(label: str, at_peak: int, note: str) -> None:
+        table.add_row(f"    {label}", size(at_peak), "", "", Text(note, style="dim"))
+
     def component(name: str) -> None:
         row(swatch(name), peak.components[name], one.own_peaks[name])
         for detail, own in one.details.items():
@@ -161,9 +169,36 @@ def equations(one: AccountSummary) -> Table:
     process_row(swatch("allocator"), peak.allocator, one.own_peaks["allocator"], note)
     note = "process - reserved"
     process_row(swatch("external"), peak.external, one.own_peaks["external"], note)
+    for label, value, part_note in _external(one):
+        part_row(label, value, part_note)
     note = f"(2) {_process_note(one)}"
     process_row(Text("process", style="bold"), peak.process, one.memory.peak, note)
+    if one.beside:
+        table.add_row()
+    for label, found, beside_note in _beside(one):
+        process_row(Text(label), found.at(peak.time_us), found.peak, beside_note)
     return table
+
+
+def _external(one: AccountSummary) -> Iterator[tuple[str, int, str]]:
+    """What external is made of: name, bytes at the peak, and what that means."""
+    if one.external is not None:
+        yield "base", one.external.base, "before the first tensor"
+        yield "growth", one.external.growth, "since then"
+        apart = f"{abs(one.external.apart_us) / 1000:.0f} ms between sample and peak"
+        yield "residual", one.external.residual, apart
+
+
+def _beside(one: AccountSummary) -> Iterator[tuple[str, Samples, str]]:
+    """Memory that is no term of the equations."""
+    total = "" if one.device_total is None else f"of {format_size(one.device_total)}"
+    for name, label, note in (
+        ("others", "others", "other processes and the driver"),
+        ("used", "device", total),
+        ("pinned", "pinned", "in the host's memory"),
+    ):
+        if name in one.beside:
+            yield label, one.beside[name], note
 
 
 def _process_note(one: AccountSummary) -> str:
@@ -208,22 +243,37 @@ def _elapsed(start_us: int | None, end_us: int | None) -> str:
 
 
 def processes(summary: Summary) -> Table:
-    """Every process and what it held on each device."""
-    table = grid("process", "peak RSS", "allocated", "state", "command", text=(0, 3, 4))
+    """Every process and what it held on each device, recorded or not, and all of them together."""
+    ranked = any(process.rank is not None for process in summary.processes)
+    first = ("process", "rank") if ranked else ("process",)
+    names = (*first, "peak RSS", "allocated", "state", "command")
+    table = grid(*names, text=(0, len(names) - 2, len(names) - 1))
+
+    def row(name: str, rank: int | None, *cells: str) -> None:
+        table.add_row(name, *([] if not ranked else ["" if rank is None else str(rank)]), *cells)
+
     for process in summary.processes:
         peaks = [
             f"{one.device} {format_size(one.peak.allocated)}"
             for one in summary.accounts
-            if one.pid == process.pid
+            if one.folder == process.folder
         ]
         state = f"{process.state}: {process.reason}" if process.reason else process.state
-        table.add_row(
-            str(process.pid),
-            size(process.memory.peak),
-            "\n".join(peaks) or "no tensors",
-            state,
-            " ".join(process.argv),
-        )
+        rss, allocated = size(process.memory.peak), "\n".join(peaks) or "no tensors"
+        row(str(process.pid), process.rank, rss, allocated, state, " ".join(process.argv))
+    for one in summary.unrecorded:
+        state = f"not recorded: {one.reason or 'why is unknown'}"
+        command = " ".join(one.argv) or UNKNOWN
+        row(str(one.pid), None, size(one.rss_peak), UNKNOWN, state, command)
+    for title, field in (("sum of peaks", "of_peaks"), ("peak of sum", "peak")):
+        if summary.sums:
+            values = {name: format_size(getattr(one, field)) for name, one in summary.sums.items()}
+            held = [
+                f"{name.partition(':')[2]} {value}"
+                for name, value in values.items()
+                if name.startswith("allocated:")
+            ]
+            row(title, None, values.get("rss", UNKNOWN), "\n".join(held), "", "")
     return table
 
 
@@ -244,7 +294,8 @@ def report(summary: Summary, top: int) -> Group:
             parts += [Text(), allocations(one.top[:top])]
     if summary.requests:
         parts += [Text(), requests(summary.requests)]
-    if len(summary.processes) > 1 or len(summary.accounts) > 1 or one is None:
+    several = len(summary.processes) + len(summary.unrecorded) > 1 or len(summary.accounts) > 1
+    if several or one is None:
         parts += [Text(), processes(summary)]
     unseen = sorted({text for process in summary.processes for text in process.unseen})
     if unseen:

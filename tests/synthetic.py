@@ -66,8 +66,10 @@ class History:
     ) -> None:
         """Any event, consistent or not."""
         scope = 0 if action == Action.FREE else self._scope
-        context = self._intern("contexts", (action, device, 0, component, previous, scope, -1))
-        self.rows["events"].append((self.time_us, number, size, context))
+        context = self._intern(
+            "contexts", (action, device, 0, None, component, previous, scope, -1)
+        )
+        self.rows["events"].append((self.time_us, number, size, size, context))
 
     def sample(self, source: str, value: int) -> None:
         """Process memory, seen just after the last event."""

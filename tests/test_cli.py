@@ -20,7 +20,7 @@ def test_help_answers_without_loading_anything_heavy() -> None:
     assert loaded.isdisjoint({"torch", "numpy", "pyarrow", "rich", "streamlit", "transformers"})
 
 
-@pytest.mark.parametrize("command", ["record", "report", "compare", "view"])
+@pytest.mark.parametrize("command", ["record", "report", "compare", "view", "classify"])
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])

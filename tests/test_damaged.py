@@ -15,6 +15,7 @@ import pytest
 from memtrace.cli import main
 from memtrace.trace import MANIFEST, SCHEMA
 from memtrace.trace.manifest import file_checksums, read_manifest, write_manifest
+from memtrace.trace.schema import TABLES as SCHEMAS
 from memtrace.trace.schema import Action
 from tests.synthetic import PID, History, prefill
 
@@ -112,7 +113,8 @@ RUN_DAMAGE: dict[str, Damage] = {
     "a huge number": manifest_text('{"format": "memtrace", "schema": ' + "9" * 10_000 + "}"),
     "not UTF-8": manifest_text(b'{"format": "\xff"}'),
     "of another format": manifest_text('{"format": "perfetto", "schema": 1}'),
-    "without a checksum": manifest_text('{"format": "memtrace", "schema": 1}'),
+    "without a checksum": manifest_text(f'{{"format": "memtrace", "schema": {SCHEMA}}}'),
+    "older": rewritten(schema=SCHEMA - 1),
     "newer": rewritten(schema=SCHEMA + 1),
     "much newer": rewritten(schema=10**30),
     "command is a string": rewritten(command="python infer.py"),
@@ -123,6 +125,12 @@ RUN_DAMAGE: dict[str, Damage] = {
     "knowledge is a list": rewritten(knowledge=[]),
     "state is a number": rewritten(state=3),
     "process_peak is a list": rewritten(process_peak=[1]),
+    "death is a list": rewritten(death=["SIGKILL"]),
+    "death without a verdict": rewritten(death={"signal": 9, "name": "SIGKILL", "evidence": []}),
+    "unrecorded without a pid": rewritten(unrecorded=[{"argv": [], "start_ticks": 1}]),
+    "a GPU without a UUID": rewritten(sampling={"nvml": "", "gpus": [{"status": ""}]}),
+    "a CUDA device without a number": rewritten(str(PID), cuda={"devices": [{"uuid": "x"}]}),
+    "rank is a string": rewritten(str(PID), rank="1"),
     "process_peak holds strings": rewritten(process_peak={"1": "2"}),
     "files is a list": rewritten(files=[]),
     "files holds numbers": rewritten(files={"x": 1}),
@@ -150,10 +158,10 @@ def history_with(break_rows: Callable[[History], None]) -> History:
     return history
 
 
-def set_row(table: str, row: int, column: int, value: Any) -> Callable[[History], None]:
+def set_row(table: str, row: int, column: str, value: Any) -> Callable[[History], None]:
     def damage(history: History) -> None:
         values = list(history.rows[table][row])
-        values[column] = value
+        values[SCHEMAS[table].names.index(column)] = value
         history.rows[table][row] = tuple(values)
 
     return damage
@@ -161,24 +169,24 @@ def set_row(table: str, row: int, column: int, value: Any) -> Callable[[History]
 
 #: Tables with valid checksums that say what can't be.
 ROW_DAMAGE: dict[str, Callable[[History], None]] = {
-    "an event names a missing context": set_row("events", 3, 3, 9999),
-    "an event names a negative context": set_row("events", 3, 3, -1),
-    "an event has no time": set_row("events", 3, 0, None),
-    "an event has no id": set_row("events", 3, 1, None),
-    "an event has no bytes": set_row("events", 3, 2, None),
-    "an unknown action": set_row("contexts", 0, 0, 77),
-    "a context without an action": set_row("contexts", 0, 0, None),
-    "an allocation without a device": set_row("contexts", 0, 1, None),
-    "an unknown component": set_row("contexts", 0, 3, "KV"),
-    "an allocation without a component": set_row("contexts", 0, 3, None),
-    "a component of the process": set_row("contexts", 0, 3, "allocator"),
-    "a missing scope": set_row("contexts", 0, 5, 9999),
-    "a missing stack": set_row("contexts", 0, 6, 0),
-    "a scope that is its own parent": set_row("scopes", 2, 0, 2),
-    "a scope whose parent comes later": set_row("scopes", 2, 0, 3),
-    "a second root": set_row("scopes", 2, 0, -1),
-    "a scope without a name": set_row("scopes", 2, 2, None),
-    "a scope without a parent": set_row("scopes", 2, 0, None),
+    "an event names a missing context": set_row("events", 3, "context", 9999),
+    "an event names a negative context": set_row("events", 3, "context", -1),
+    "an event has no time": set_row("events", 3, "time_us", None),
+    "an event has no id": set_row("events", 3, "id", None),
+    "an event has no bytes": set_row("events", 3, "bytes", None),
+    "an unknown action": set_row("contexts", 0, "action", 77),
+    "a context without an action": set_row("contexts", 0, "action", None),
+    "an allocation without a device": set_row("contexts", 0, "device", None),
+    "an unknown component": set_row("contexts", 0, "component", "KV"),
+    "an allocation without a component": set_row("contexts", 0, "component", None),
+    "a component of the process": set_row("contexts", 0, "component", "allocator"),
+    "a missing scope": set_row("contexts", 0, "scope", 9999),
+    "a missing stack": set_row("contexts", 0, "stack", 0),
+    "a scope that is its own parent": set_row("scopes", 2, "parent", 2),
+    "a scope whose parent comes later": set_row("scopes", 2, "parent", 3),
+    "a second root": set_row("scopes", 2, "parent", -1),
+    "a scope without a name": set_row("scopes", 2, "name", None),
+    "a scope without a parent": set_row("scopes", 2, "parent", None),
     "a layer without a number": lambda history: history.rows["scopes"].append((0, "layer", "x")),
     "a retag without what was": lambda history: history.event(Action.RETAG, 1, 1 << 20, "Act"),
 }

@@ -55,6 +55,7 @@ def events(start: int, count: int) -> dict[str, np.ndarray]:
         "time_us": numbers,
         "id": numbers,
         "bytes": numbers * 512,
+        "requested": numbers * 500,
         "context": np.zeros(count, dtype=np.int64),
     }
 
@@ -73,6 +74,7 @@ def run(tmp_path: Path) -> Path:
         {
             "action": [0],
             "device": ["cpu"],
+            "pool": [None],
             "stream": [0],
             "component": ["Act"],
             "previous": [None],
@@ -120,6 +122,12 @@ def test_a_manifest_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_a_newer_schema_is_refused_in_words(tmp_path: Path) -> None:
     write_manifest(tmp_path, {"schema": 99, "state": "running"})
     with pytest.raises(TraceError, match="has trace schema 99 .* upgrade memtrace"):
+        open_trace(tmp_path)
+
+
+def test_an_older_schema_is_refused_in_words(tmp_path: Path) -> None:
+    write_manifest(tmp_path, {"schema": 1, "state": "running"})
+    with pytest.raises(TraceError, match="has trace schema 1, .* record it again"):
         open_trace(tmp_path)
 
 

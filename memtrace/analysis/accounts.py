@@ -13,7 +13,7 @@ import numpy as np
 
 from memtrace.components import LIVE_COMPONENTS, TENSOR_COMPONENTS, base
 from memtrace.trace.reader import ProcessTrace
-from memtrace.trace.schema import TENSOR_ACTIONS, Action
+from memtrace.trace.schema import FREES, TENSOR_ACTIONS, Action
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ class Account:
     @cached_property
     def allocated(self) -> Series:
         """Allocated bytes, from ``alloc`` and ``free`` alone."""
-        return self._integrate(self._where(Action.ALLOC) - self._where(Action.FREE))
+        freed = self._where(Action.FREE) + self._where(Action.FREE_REQUESTED)
+        return self._integrate(self._where(Action.ALLOC) - freed)
 
     @cached_property
     def components(self) -> Mapping[str, Series]:
@@ -101,6 +102,12 @@ class Account:
         return segments if len(segments.at) else None
 
     @cached_property
+    def active(self) -> Series:
+        """Allocated bytes, and those that were freed and wait for a stream."""
+        signs = self._where(Action.ALLOC) - self._where(Action.FREE)
+        return self._integrate(signs - self._where(Action.FREE_COMPLETED))
+
+    @cached_property
     def allocator_peak(self) -> int | None:
         """The largest reserved - allocated after any event, in bytes; None: unknown."""
         if self.reserved is None:
@@ -112,8 +119,15 @@ class Account:
 
     @cached_property
     def time_us(self) -> np.ndarray:
-        """Time of each event; threads may have written theirs a little out of order."""
-        return np.maximum.accumulate(self.process.events["time_us"])
+        """Time of each event; that of another device counts as the event here before it.
+
+        Threads may have written theirs a little out of order.
+        """
+        time_us = self.process.events["time_us"]
+        devices = np.array([device == self.device for device in self.process.contexts["device"]])
+        here = devices[self.process.events["context"]]
+        first = time_us[here.argmax()]
+        return np.maximum.accumulate(np.where(here, time_us, first))
 
     @cached_property
     def by_storage(self) -> np.ndarray:
@@ -152,7 +166,8 @@ class Account:
             np.array([self._labels.get(name, nothing) for name in contexts[column]], dtype=np.int64)
             for column in ("component", "previous")
         )
-        alloc, free, retag = (self._where(action).astype(bool) for action in TENSOR_ACTIONS)
+        alloc, retag = (self._where(one).astype(bool) for one in (Action.ALLOC, Action.RETAG))
+        free = np.any([self._where(action) for action in FREES], axis=0)
         joins = np.where(alloc | retag, component, nothing)
         leaves = np.where(free, component, np.where(retag, previous, nothing))
         return joins, leaves

@@ -7,6 +7,7 @@ from memtrace.analysis.summary import AccountSummary, Summary
 from memtrace.components import LIVE_COMPONENTS, PROCESS_COMPONENTS, TENSOR_COMPONENTS
 from memtrace.errors import MemtraceError
 from memtrace.sizes import format_size
+from memtrace.trace.manifest import Knowledge
 
 #: Components named in a verdict, at most.
 _NAMED = 2
@@ -152,6 +153,9 @@ def _warnings(sides: Sequence[Side]) -> list[str]:
             pairs = zip(sides, values, strict=True)
             listed = ", ".join(f"{side.name} {value}" for side, value in pairs)
             found.append(f"The runs are {what}: {listed}.")
+    ways = {side.summary.knowledge for side in sides}
+    if len(ways) == 1 and Knowledge.MEASURED not in ways:
+        found.append(f"Nothing here is measured: what is shown is {ways.pop()}.")
     for side in sides:
         if not side.account.identities.hold:
             found.append(f"{side.name} is inconsistent: {side.account.identities.problem}.")

@@ -5,7 +5,7 @@ from typing import Any
 
 from memtrace.analysis.compare import TERMS, Comparison, Terms, difference
 from memtrace.analysis.peaks import Balance, Group
-from memtrace.analysis.process import ProcessMemory
+from memtrace.analysis.process import ProcessMemory, Samples
 from memtrace.analysis.summary import AccountSummary, ProcessSummary, Summary
 
 #: Version of the documents that every ``--json`` prints.
@@ -25,6 +25,7 @@ def document(summary: Summary, top: int) -> dict[str, Any]:
         "state": summary.state,
         "complete": summary.complete,
         "exit": {"code": summary.exit_code, "signal": summary.exit_signal},
+        "death": summary.death and dataclasses.asdict(summary.death),
         "torn": dict(summary.torn),
         "torch": torches[0] if torches else None,
         "device": primary and primary.device,
@@ -36,10 +37,17 @@ def document(summary: Summary, top: int) -> dict[str, Any]:
         **_account(primary, top),
         "requests": [dataclasses.asdict(request) for request in summary.requests],
         "accounts": [
-            {"pid": one.pid, "device": one.device, "peak": one.peak.allocated}
+            {
+                "pid": one.pid,
+                "folder": one.folder,
+                "device": one.device,
+                "peak": one.peak.allocated,
+            }
             for one in summary.accounts
         ],
         "processes": [_process(process) for process in summary.processes],
+        "unrecorded": [dataclasses.asdict(one) for one in summary.unrecorded],
+        "sums": {name: dataclasses.asdict(one) for name, one in summary.sums.items()},
     }
 
 
@@ -70,7 +78,7 @@ def _differences(terms: Terms, baseline: Terms) -> dict[str, int | None]:
 
 def _account(one: AccountSummary | None, top: int) -> dict[str, Any]:
     if one is None:
-        keys = ("peak", "own_peak", "live_peak", "end", "above_steady", "identities")
+        keys = ("peak", "own_peak", "live_peak", "end", "above_steady", "identities", "beside")
         return dict.fromkeys(keys) | {"top": []}
     return {
         "peak": {
@@ -80,6 +88,7 @@ def _account(one: AccountSummary | None, top: int) -> dict[str, Any]:
                 **dataclasses.asdict(one.place),
             },
             **_balance(one.peak),
+            "external_parts": one.external and dataclasses.asdict(one.external),
         },
         "own_peak": dict(one.own_peaks) | dict(one.details),
         "live_peak": one.live_peak,
@@ -89,6 +98,10 @@ def _account(one: AccountSummary | None, top: int) -> dict[str, Any]:
             "hold": one.identities.hold,
             "events": one.identities.events,
             "problem": one.identities.problem,
+        },
+        "beside": {
+            **{name: _samples(found, one.peak) for name, found in one.beside.items()},
+            "device_total": one.device_total,
         },
         "top": [_group(group) for group in one.top[:top]],
     }
@@ -106,6 +119,10 @@ def _balance(balance: Balance) -> dict[str, Any]:
     }
 
 
+def _samples(found: Samples, at: Balance) -> dict[str, int | None]:
+    return {"at_peak": found.at(at.time_us), "peak": found.peak}
+
+
 def _group(group: Group) -> dict[str, Any]:
     return {
         "component": group.component,
@@ -121,14 +138,17 @@ def _group(group: Group) -> dict[str, Any]:
 
 def _memory(memory: ProcessMemory | None) -> dict[str, Any]:
     if memory is None or memory.peak is None:
-        return {"peak": None, "source": None, "exact": False}
+        missing = memory and memory.missing
+        return {"peak": None, "source": None, "exact": False, "missing": missing}
     exact = memory.high_water is not None
-    return {"peak": memory.peak, "source": memory.source, "exact": exact}
+    return {"peak": memory.peak, "source": memory.source, "exact": exact, "missing": None}
 
 
 def _process(process: ProcessSummary) -> dict[str, Any]:
     return {
         "pid": process.pid,
+        "folder": process.folder,
+        "rank": process.rank,
         "argv": list(process.argv),
         "state": process.state,
         "reason": process.reason,

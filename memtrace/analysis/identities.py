@@ -13,7 +13,7 @@ import numpy as np
 from memtrace.analysis.accounts import Account
 from memtrace.analysis.process import ProcessMemory, process_terms
 from memtrace.sizes import format_size
-from memtrace.trace.schema import Action
+from memtrace.trace.schema import FREES, Action
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def _storages(account: Account) -> str | None:
     storage, size, context = (events[name][order] for name in ("id", "bytes", "context"))
     joins, leaves = (labels[context] for labels in account.moves)
     action = account.process.contexts["action"][context]
-    alloc, free = action == Action.ALLOC, action == Action.FREE
+    alloc, free = action == Action.ALLOC, np.isin(action, FREES)
 
     same = np.concatenate(([False], storage[1:] == storage[:-1]))  # as the event before in order
     was_live = same & np.concatenate(([False], ~free[:-1]))
@@ -86,18 +86,27 @@ def _components(account: Account) -> str | None:
 
 
 def _samples(account: Account) -> str | None:
-    """What the recorder's list of live storages added up to is what the events add up to."""
+    """What the recorder or the allocator counted itself is what the events add up to."""
     samples = account.process.samples
-    source = f"allocated:{account.device}"
+    booked = {
+        f"{what}:{account.device}": (what, series)
+        for what, series in (
+            ("allocated", account.allocated),
+            ("active", account.active),
+            ("reserved", account.reserved),
+        )
+        if series is not None
+    }
     for name, event, value in zip(
         samples["source"], samples["event"], samples["value"], strict=True
     ):
-        if name == source and event is not None and value is not None:
-            booked = account.allocated.read_one(event - 1)
-            if booked != value:
+        if name in booked and event is not None and value is not None:
+            what, series = booked[name]
+            found = series.read_one(event - 1)
+            if found != value:
                 return (
-                    f"{format_size(booked)} are booked after {event} events and the recorder "
-                    f"counted {format_size(value)}"
+                    f"{format_size(found)} are booked as {what} after {event} events and "
+                    f"{format_size(value)} were counted"
                 )
     return None
 

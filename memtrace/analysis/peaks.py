@@ -9,7 +9,7 @@ from memtrace.analysis.accounts import Account
 from memtrace.analysis.places import OUTSIDE, SEPARATOR, Place, inside, place
 from memtrace.analysis.process import ProcessMemory
 from memtrace.components import external
-from memtrace.trace.schema import Action
+from memtrace.trace.schema import FREES, Action
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def top_allocations(account: Account, event: int) -> list[Group]:
     action = contexts["action"][context]
     # The last event of a storage says whether it lives and where it belongs, its last allocation
     # where it was made.
-    last = np.append(storage[1:] != storage[:-1], True) & (action != Action.FREE)
+    last = np.append(storage[1:] != storage[:-1], True) & ~np.isin(action, FREES)
     births = np.maximum.accumulate(np.where(action == Action.ALLOC, np.arange(len(order)), 0))
     pairs = np.stack([context[last], context[births[last]]], axis=1)
     kinds, kind = np.unique(pairs, axis=0, return_inverse=True)

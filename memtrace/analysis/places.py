@@ -22,6 +22,7 @@ class Place:
     chunk: int | None = None
     module: str | None = None
     op: str | None = None
+    tag: str | None = None  # what another tool called it, in a snapshot that was imported
 
     def __str__(self) -> str:
         parts = [
@@ -31,13 +32,14 @@ class Place:
             None if self.chunk is None else f"chunk {self.chunk}",
             self.module,
             self.op,
+            self.tag and f"tag {self.tag}",
         ]
         return SEPARATOR.join(part for part in parts if part) or OUTSIDE
 
     def folded(self) -> "Place":
         """The same without request, layer and chunk, and with ``*`` for indices in the module."""
         module = self.module and _INDEX.sub("*", self.module)
-        return Place(phase=self.phase, module=module, op=self.op)
+        return Place(phase=self.phase, module=module, op=self.op, tag=self.tag)
 
 
 def place(process: ProcessTrace, scope: int) -> Place:
@@ -48,7 +50,8 @@ def place(process: ProcessTrace, scope: int) -> Place:
         found.setdefault(scopes["kind"][scope], scopes["name"][scope])
         scope = int(scopes["parent"][scope])
     numbers = {kind: int(found[kind]) for kind in ("layer", "chunk") if kind in found}
-    names = {kind: found[kind] for kind in ("request", "phase", "module", "op") if kind in found}
+    kinds = ("request", "phase", "module", "op", "tag")
+    names = {kind: found[kind] for kind in kinds if kind in found}
     return Place(**names, **numbers)  # type: ignore[arg-type]
 
 

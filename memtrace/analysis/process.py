@@ -1,32 +1,28 @@
 """Process memory: what the operating system or the driver says, beside what is booked."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from memtrace.analysis.accounts import Account
+from memtrace.sizes import format_size
+from memtrace.trace.manifest import Knowledge
 from memtrace.trace.reader import ProcessTrace, Trace
-
-#: Where a device's memory is seen from outside. Meta tensors take none.
-_SOURCES = {"cpu": "rss", "cuda": "nvml"}
 
 
 @dataclass(frozen=True)
-class ProcessMemory:
-    """Samples of one process's memory (int64 arrays, ascending in time); empty: unknown."""
+class Samples:
+    """Bytes over time (int64 arrays, ascending in time); empty: unknown."""
 
-    source: str | None
     time_us: np.ndarray
     value: np.ndarray
-    #: The kernel's own high-water mark in bytes; exact where samples can miss a short peak.
-    high_water: int | None
 
     @cached_property
     def peak(self) -> int | None:
         """The largest value in bytes, None where nothing is known."""
-        if self.high_water is not None:
-            return self.high_water
         return int(self.value.max()) if len(self.value) else None
 
     def nearest(self, time_us: int) -> int | None:
@@ -35,19 +31,100 @@ class ProcessMemory:
             return None
         return int(np.abs(self.time_us - time_us).argmin())
 
+    def at(self, time_us: int) -> int | None:
+        """The sample nearest in time, in bytes."""
+        number = self.nearest(time_us)
+        return None if number is None else int(self.value[number])
+
+
+@dataclass(frozen=True)
+class ProcessMemory(Samples):
+    """Samples of one process's memory."""
+
+    source: str | None
+    #: The kernel's own high-water mark in bytes; exact where samples can miss a short peak.
+    high_water: int | None
+    #: Why nothing is known, in words; None: something is.
+    missing: str | None = None
+
+    @cached_property
+    def peak(self) -> int | None:
+        """The largest value in bytes, None where nothing is known."""
+        return super().peak if self.high_water is None else self.high_water
+
 
 def process_memory(trace: Trace, process: ProcessTrace, device: str = "cpu") -> ProcessMemory:
     """The memory that ``process`` takes where the tensors of ``device`` live."""
-    source = _SOURCES.get(device.partition(":")[0])
-    taken = _samples(trace, process, source)
-    taken.sort()
-    time_us, value = np.array(taken, dtype=np.int64).reshape(-1, 2).T
-    high_water = None
-    if source == "rss":
-        marks = [value for _, value in _samples(trace, process, "hwm")]
-        exact = (trace.manifest.get("process_peak") or {}).get(str(process.pid))
+    kind = device.partition(":")[0]
+    if kind == "cpu":
+        marks = [value for _, value in _rows(trace, process, "hwm")]
+        exact = (trace.manifest.get("process_peak") or {}).get(process.life)
+        rss = samples(_rows(trace, process, "rss"))
         high_water = exact if exact is not None else max(marks, default=None)
-    return ProcessMemory(source, time_us, value, high_water)
+        missing = None if high_water or len(rss.value) else "it ended before it could be sampled"
+        return ProcessMemory(rss.time_us, rss.value, "rss", high_water, missing)
+    if kind != "cuda":
+        return _unknown(None, f"tensors on {device} take none")
+    uuid, why = gpu(trace, process, device)
+    if uuid is None:
+        return _unknown("nvml", why)
+    rows = trace.sampled.get(process.life, {}).get(f"nvml:{uuid}") or _sole(
+        trace, process, device, uuid
+    )
+    if not rows:
+        return _unknown("nvml", _statuses(trace).get(uuid) or "no sample of it was taken")
+    used = samples(rows)
+    return ProcessMemory(used.time_us, used.value, "nvml", None)
+
+
+def gpu(trace: Trace, process: ProcessTrace, device: str) -> tuple[str | None, str | None]:
+    """The UUID by which NVML knows ``device``, a CUDA device of ``process``; or why it is unknown.
+
+    CUDA numbers the devices that a process may use, NVML those of the machine.
+    """
+    if trace.manifest.get("knowledge") == Knowledge.VIRTUAL:
+        context = _catalogued(trace, device)
+        return None, f"the GPU is virtual, so there is no process on it to be measured{context}"
+    known = list(_statuses(trace)) or [
+        source.partition(":")[2]
+        for source in trace.sampled.get(None, {})
+        if source.startswith("nvml-used:")
+    ]
+    if not known:
+        sampling = trace.manifest.get("sampling") or {}
+        return None, sampling.get("nvml") or "no launcher sampled it"
+    own = _cuda_device(process, device).get("uuid")
+    if own is not None:
+        found = [uuid for uuid in known if _bare(uuid) == _bare(own)]
+        if found:
+            return found[0], None
+        return None, f"NVML doesn't list {device} ({own}) or lists its parts (MIG) only"
+    if len(known) == 1:
+        return known[0], None
+    return None, f"it isn't known which of the machine's {len(known)} GPUs {device} is"
+
+
+def beside(
+    trace: Trace, process: ProcessTrace, device: str
+) -> tuple[Mapping[str, Samples], int | None]:
+    """What is no term of the equations: samples by name where there are any.
+
+    ``used``: of the device, by whomever. ``others``: of these, by others than processes of the run
+    and by the driver. ``pinned``: host memory that PyTorch has pinned for transfers; it is the
+    CPU's, not the device's.
+
+    Returns:
+        The samples, and the size of the device in bytes.
+    """
+    if device.partition(":")[0] != "cuda":
+        return {}, None
+    total = _cuda_device(process, device).get("total_memory")
+    found = {"pinned": _rows(trace, process, "pinned")}
+    uuid, _ = gpu(trace, process, device)
+    if uuid is not None:
+        whole = trace.sampled.get(None, {})
+        found |= {name: whole.get(f"nvml-{name}:{uuid}", []) for name in ("used", "others")}
+    return {name: samples(rows) for name, rows in found.items() if rows}, total
 
 
 @dataclass(frozen=True)
@@ -68,13 +145,64 @@ def process_terms(account: Account, memory: ProcessMemory) -> ProcessTerms | Non
     return ProcessTerms(allocated, reserved - allocated, memory.value - reserved)
 
 
-def _samples(trace: Trace, process: ProcessTrace, source: str | None) -> list[tuple[int, int]]:
+def samples(rows: Sequence[tuple[int, int]]) -> Samples:
+    """Samples from (time, value) in any order."""
+    time_us, value = np.array(sorted(rows), dtype=np.int64).reshape(-1, 2).T
+    return Samples(time_us, value)
+
+
+def _unknown(source: str | None, why: str | None) -> ProcessMemory:
+    nothing = np.array([], dtype=np.int64)
+    return ProcessMemory(nothing, nothing, source, None, why)
+
+
+def _statuses(trace: Trace) -> dict[str, str]:
+    """By UUID of each GPU, in words, what NVML could tell of the processes on it."""
+    gpus = (trace.manifest.get("sampling") or {}).get("gpus") or []
+    return {gpu["uuid"]: gpu["status"] for gpu in gpus}
+
+
+def _cuda_device(process: ProcessTrace, device: str) -> Mapping[str, Any]:
+    """What the process itself said of a CUDA device; empty if it didn't."""
+    ordinal = int(device.partition(":")[2] or 0)
+    devices = (process.manifest.get("cuda") or {}).get("devices") or []
+    return next((one for one in devices if one.get("ordinal") == ordinal), {})
+
+
+def _catalogued(trace: Trace, device: str) -> str:
+    """What the catalogue of devices says of a context on a virtual one, if it says something."""
+    devices = (trace.manifest.get("virtual_gpu") or {}).get("devices") or []
+    number = int(device.partition(":")[2] or 0)
+    context = devices[number].get("context") if number < len(devices) else None
+    return "" if context is None else f"; on such a card a context takes {format_size(context)}"
+
+
+def _bare(uuid: str) -> str:
+    """NVML says ``GPU-…`` or ``MIG-…`` where PyTorch gives the rest alone."""
+    return uuid.removeprefix("GPU-").removeprefix("MIG-").lower()
+
+
+def _sole(trace: Trace, process: ProcessTrace, device: str, uuid: str) -> list[tuple[int, int]]:
+    """Samples of the only process on a GPU while this one was surely on it: then they are its own.
+
+    So it is known in a container too, where NVML has other process ids. Wrong where a server holds
+    the memory of several processes (MPS) and is listed as the only one.
+    """
+    here = np.array([name == device for name in process.contexts["device"]], dtype=bool)
+    times = process.events["time_us"][here[process.events["context"]]]
+    if len(times) == 0:
+        return []
+    rows = trace.sampled.get(None, {}).get(f"nvml-sole:{uuid}", [])
+    return [(time_us, value) for time_us, value in rows if times.min() <= time_us <= times.max()]
+
+
+def _rows(trace: Trace, process: ProcessTrace, source: str) -> list[tuple[int, int]]:
     """(time, value) of a source: sampled from outside, or by the process itself."""
-    return [
+    own = process.samples
+    return trace.sampled.get(process.life, {}).get(source, []) + [
         (int(time_us), int(value))
-        for samples in (trace.samples, process.samples)
         for time_us, pid, name, value in zip(
-            samples["time_us"], samples["pid"], samples["source"], samples["value"], strict=True
+            own["time_us"], own["pid"], own["source"], own["value"], strict=True
         )
         if pid == process.pid and name == source and value is not None and time_us is not None
     ]

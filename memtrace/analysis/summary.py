@@ -1,17 +1,27 @@
 """One run as a table: what ``report`` prints, ``compare`` subtracts and the viewer shows."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from memtrace.analysis.accounts import Account, accounts
+from memtrace.analysis.external import External, split
 from memtrace.analysis.identities import Identities, check
 from memtrace.analysis.peaks import Balance, Group, above_steady, balance, top_allocations
 from memtrace.analysis.places import Place, place
-from memtrace.analysis.process import ProcessMemory, process_memory, process_terms
-from memtrace.trace.manifest import Knowledge
+from memtrace.analysis.process import (
+    ProcessMemory,
+    Samples,
+    beside,
+    process_memory,
+    process_terms,
+    samples,
+)
+from memtrace.analysis.sums import Sum, sums
+from memtrace.trace.manifest import Knowledge, life
 from memtrace.trace.reader import ProcessTrace, Trace
 
 
@@ -22,6 +32,9 @@ class AccountSummary:
     account: Account
     memory: ProcessMemory
     peak: Balance  # at the peak of allocated
+    external: External | None  # of that balance
+    beside: Mapping[str, Samples]  # memory that is no term of the equations; analysis/process.py
+    device_total: int | None
     place: Place  # of that event
     own_peaks: Mapping[str, int | None]  # of every component, allocator and external too
     details: Mapping[str, int]  # own peaks of KV_res/full and the like
@@ -34,6 +47,11 @@ class AccountSummary:
     @property
     def pid(self) -> int:
         return self.account.process.pid
+
+    @property
+    def folder(self) -> str:
+        """Of its process, in the run: names it where a process id names several."""
+        return self.account.process.folder.name
 
     @property
     def device(self) -> str:
@@ -59,6 +77,8 @@ class ProcessSummary:
     """One process of a run."""
 
     pid: int
+    folder: str  # its name in the run
+    rank: int | None
     argv: tuple[str, ...]
     state: str
     reason: str | None  # why its recorder didn't start or stopped early
@@ -68,6 +88,26 @@ class ProcessSummary:
     unseen: tuple[str, ...]
     buffers: int | None  # the most that the recorder's own buffers took in it, in bytes
     memory: ProcessMemory  # resident set, whatever the device of its tensors
+
+
+@dataclass(frozen=True)
+class Unrecorded:
+    """A process of a run that was seen from outside only."""
+
+    pid: int
+    argv: tuple[str, ...]  # empty: unknown
+    reason: str | None  # None: unknown
+    rss_peak: int | None  # bytes
+
+
+@dataclass(frozen=True)
+class Death:
+    """How a run was ended by a signal, or by the kernel for lack of memory."""
+
+    signal: int | None
+    name: str | None
+    verdict: str
+    evidence: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -82,7 +122,10 @@ class Summary:
     complete: bool
     exit_code: int | None
     exit_signal: int | None
+    death: Death | None
     processes: tuple[ProcessSummary, ...]
+    unrecorded: tuple[Unrecorded, ...]
+    sums: Mapping[str, Sum]  # over all processes; empty where there is one
     accounts: tuple[AccountSummary, ...]  # in order of Account.rank
     requests: tuple[Request, ...]
     torn: Mapping[str, int]  # bytes after the last whole batch, by file
@@ -116,7 +159,7 @@ def summarise(trace: Trace) -> Summary:
         TraceError: its tables are damaged.
     """
     found = [
-        _account(account, process_memory(trace, process, account.device))
+        _account(trace, account, process_memory(trace, process, account.device))
         for process in trace.processes
         for account in accounts(process)
     ]
@@ -132,15 +175,20 @@ def summarise(trace: Trace) -> Summary:
         complete=trace.complete,
         exit_code=exited.get("code"),
         exit_signal=exited.get("signal"),
+        death=_death(manifest.get("death")),
         processes=tuple(_process(trace, process) for process in trace.processes),
+        unrecorded=tuple(_unrecorded(trace)),
+        sums=sums(trace, [one.account for one in found]),
         accounts=tuple(found),
         requests=tuple(row for process in trace.processes for row in _requests(process)),
         torn=dict(trace.torn),  # last: it fills as tables are read
     )
 
 
-def _account(account: Account, memory: ProcessMemory) -> AccountSummary:
+def _account(trace: Trace, account: Account, memory: ProcessMemory) -> AccountSummary:
     event = account.allocated.peak_event or 0
+    at_peak = balance(account, memory, event)
+    others, device_total = beside(trace, account.process, account.device)
     scope = account.process.contexts["scope"][account.process.events["context"][event]]
     terms = process_terms(account, memory)
     own_peaks: dict[str, int | None] = {
@@ -153,7 +201,10 @@ def _account(account: Account, memory: ProcessMemory) -> AccountSummary:
     return AccountSummary(
         account=account,
         memory=memory,
-        peak=balance(account, memory, event),
+        peak=at_peak,
+        external=split(account, memory, at_peak),
+        beside=others,
+        device_total=device_total,
         place=place(account.process, int(scope)),
         own_peaks=own_peaks,
         details={name: series.peak for name, series in account.details.items()},
@@ -169,6 +220,8 @@ def _process(trace: Trace, process: ProcessTrace) -> ProcessSummary:
     manifest = process.manifest
     return ProcessSummary(
         pid=process.pid,
+        folder=process.folder.name,
+        rank=manifest.get("rank"),
         argv=tuple(manifest.get("argv") or ()),
         state=manifest.get("state") or "unknown",
         reason=manifest.get("reason") or manifest.get("failure"),
@@ -179,6 +232,31 @@ def _process(trace: Trace, process: ProcessTrace) -> ProcessSummary:
         buffers=(manifest.get("recorder") or {}).get("peak_buffer_bytes"),
         memory=process_memory(trace, process),
     )
+
+
+def _unrecorded(trace: Trace) -> Iterator[Unrecorded]:
+    """Those that were sampled and have no folder."""
+    known = {life(one): one for one in trace.manifest.get("unrecorded") or ()}
+    peaks = trace.manifest.get("process_peak") or {}
+    recorded = {process.life for process in trace.processes}
+    for name, sources in trace.sampled.items():
+        if name is None or name in recorded:
+            continue
+        seen = known.get(name) or {}
+        highest = samples(sources.get("rss", []) + sources.get("hwm", [])).peak
+        yield Unrecorded(
+            pid=int(name.partition("-")[0]),
+            argv=tuple(seen.get("argv") or ()),
+            reason=seen.get("reason"),
+            rss_peak=peaks.get(name, highest),
+        )
+
+
+def _death(found: Mapping[str, Any] | None) -> Death | None:
+    if not found:
+        return None
+    evidence = tuple(found.get("evidence") or ())
+    return Death(found.get("signal"), found.get("name"), found.get("verdict") or "", evidence)
 
 
 def _requests(process: ProcessTrace) -> list[Request]:

@@ -14,7 +14,14 @@ exit status:
 """
 
 import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memtrace.errors import MemtraceError
+
+if TYPE_CHECKING:
+    from memtrace.virtual_gpu.launch import VirtualGpu
 
 NAME = "record"
 HELP = "run a command and record its memory"
@@ -23,7 +30,8 @@ HELP = "run a command and record its memory"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.usage = (
-        f"{parser.prog} [-o RUN] [--force] [--stacks N] [--interval MS] [-q | --json] -- COMMAND…"
+        f"{parser.prog} [-o RUN] [--force] [--virtual-gpu CARD] [--stacks N] [--interval MS] "
+        "[--rules FILE] [-q | --json] -- COMMAND…"
     )
     parser.add_argument(
         "-o",
@@ -33,6 +41,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="folder to make (default: SCRIPT-PID.memtrace in the working directory)",
     )
     parser.add_argument("--force", action="store_true", help="replace a run that is there")
+    parser.add_argument(
+        "--virtual-gpu",
+        metavar="CARD",
+        help="run on a card that isn't there, such as a100-40g or 2×h100-80g: memory is PyTorch's "
+        "own, nothing is computed (see memtrace devices, docs/virtual_gpu.md)",
+    )
     parser.add_argument(
         "--stacks",
         metavar="N",
@@ -46,6 +60,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=_at_least(1),
         default=20,
         help="milliseconds between samples of process memory (default: 20)",
+    )
+    parser.add_argument(
+        "--rules",
+        metavar="FILE",
+        type=Path,
+        help="a TOML file of rules to classify the run by, once it is over (docs/rules.md)",
     )
     said = parser.add_mutually_exclusive_group()
     said.add_argument("-q", "--quiet", action="store_true", help="don't say where the trace is")
@@ -77,4 +97,39 @@ def run(args: argparse.Namespace) -> int:
         interval_ms=args.interval,
         quiet=args.quiet,
         as_json=args.json,
+        finish=_classifier(args.rules) if args.rules else None,
+        virtual_gpu=_virtual_gpu(args.virtual_gpu, command) if args.virtual_gpu else None,
     )
+
+
+def _virtual_gpu(cards: str, command: Sequence[str]) -> "VirtualGpu":
+    """The cards, ready to be used; what can't be is refused before anything runs."""
+    from memtrace.devices import choose
+    from memtrace.record.launcher import FAILED, USAGE, LaunchError
+    from memtrace.virtual_gpu.launch import prepare
+
+    code = USAGE
+    try:
+        devices = choose(cards)
+        code = FAILED
+        return prepare(devices, command)
+    except MemtraceError as error:
+        raise LaunchError(str(error), code) from None
+
+
+def _classifier(path: Path) -> Callable[[Path], list[str]]:
+    """What applies a file of rules to a run; a wrong file is refused before anything runs."""
+    from memtrace.classify.rules import load_rules
+    from memtrace.classify.runs import classify_in_place
+    from memtrace.record.launcher import FAILED, LaunchError
+
+    try:
+        rules = load_rules(path)
+    except MemtraceError as error:
+        raise LaunchError(str(error), FAILED) from None
+
+    def apply(run: Path) -> list[str]:
+        hits = classify_in_place(run, rules)
+        return [f"{hit.rule.title} matches nothing" for hit in hits if not hit.events]
+
+    return apply

@@ -63,6 +63,10 @@ class Waiting:
         if self._over:
             return
         self._over = True
+        if "MEMTRACE_VIRTUAL_GPU" in os.environ:
+            from memtrace.virtual_gpu.child import enter
+
+            enter(torch)
         import json
         from pathlib import Path
 

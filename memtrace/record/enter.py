@@ -11,18 +11,33 @@ from _json import encode_basestring_ascii  # the C function that json.dumps uses
 
 from memtrace.trace import FORMAT, MANIFEST, SCHEMA
 
+#: What launchers of several processes call a process's rank, the number of ranks and, if they say
+#: it, its rank on this machine: torchrun (elastic), Open MPI, MPICH and Intel MPI, Slurm.
+_RANKS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
+
 
 def enter_run(run: str) -> str:
     """Make this process's folder in the run, with its first manifest.
 
     Returns:
-        ``RUN/PID``, or ``RUN/PID-2`` and so on for a program that replaced another one by exec.
+        ``RUN/PID-START`` with the start time in clock ticks since the machine booted, so that a
+        process id that is used again names another folder; ``-rank1`` follows where a launcher of
+        several processes gave it a rank, and ``-2`` and so on for a program that replaced another
+        one by exec.
 
     Raises:
         OSError: the run isn't there or can't be written.
     """
     pid = os.getpid()
-    folder = os.path.join(run, str(pid))
+    start_ticks = _start_ticks()
+    ranks = _ranks()
+    rank = f"-rank{ranks['rank']}" if ranks else ""
+    base = folder = os.path.join(run, f"{pid}-{start_ticks}{rank}")
     number = 1
     while True:
         try:
@@ -30,11 +45,13 @@ def enter_run(run: str) -> str:
             break
         except FileExistsError:
             number += 1
-            folder = os.path.join(run, f"{pid}-{number}")
+            folder = f"{base}-{number}"
     body = {
         "format": FORMAT,
         "schema": SCHEMA,
         "pid": pid,
+        "start_ticks": start_ticks,
+        **ranks,
         "parent_pid": os.getppid(),
         "argv": sys.orig_argv,
         "python": sys.version.split()[0],
@@ -47,6 +64,22 @@ def enter_run(run: str) -> str:
         file.write(_json({**body, "crc32": checksum}) + "\n")
     os.rename(scratch, os.path.join(folder, MANIFEST))
     return folder
+
+
+def _start_ticks() -> int:
+    """When this process started, in clock ticks since the machine booted."""
+    with open("/proc/self/stat", "rb", buffering=0) as file:
+        return int(file.read().rpartition(b")")[2].split()[19])
+
+
+def _ranks() -> "dict[str, int]":
+    """``rank``, ``world_size`` and ``local_rank`` as the environment says; empty if it doesn't."""
+    for names in _RANKS:
+        rank, size, local = map(os.environ.get, names)
+        if rank and size and rank.isdecimal() and size.isdecimal():
+            found = {"rank": int(rank), "world_size": int(size)}
+            return {**found, "local_rank": int(local)} if local and local.isdecimal() else found
+    return {}
 
 
 def _json(value: object) -> str:

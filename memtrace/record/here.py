@@ -8,9 +8,17 @@ from pathlib import Path
 from time import perf_counter_ns
 
 from memtrace.errors import MemtraceError
+from memtrace.record.enter import enter_run
 from memtrace.record.process import high_water
 from memtrace.record.session import Session
-from memtrace.trace.manifest import file_checksums, first_manifest, timestamp, write_manifest
+from memtrace.trace.manifest import (
+    file_checksums,
+    first_manifest,
+    life,
+    read_manifest,
+    timestamp,
+    write_manifest,
+)
 
 
 @contextmanager
@@ -25,18 +33,20 @@ def record_here(path: str | Path, *, stacks: int = 0) -> Iterator[Session]:
     """
     run = Path(path)
     try:
-        (run / str(os.getpid())).mkdir(parents=True)
+        run.mkdir(parents=True)
     except FileExistsError:
         raise MemtraceError(f"{run} exists; choose another name or remove it") from None
     epoch_ns = perf_counter_ns()
     manifest = first_manifest(sys.orig_argv, epoch_ns)
     write_manifest(run, manifest)
-    session = Session(run / str(os.getpid()), epoch_ns=epoch_ns, stacks=stacks, sample_ms=20)
+    folder = Path(enter_run(str(run)))
+    name = life(read_manifest(folder))
+    session = Session(folder, epoch_ns=epoch_ns, stacks=stacks, sample_ms=20)
     session.start()
     try:
         yield session
     finally:
         session.close()
-        peak = {str(os.getpid()): high_water(os.getpid())}
+        peak = {name: high_water(os.getpid())}
         manifest |= {"state": "complete", "ended": timestamp(), "process_peak": peak}
         write_manifest(run, {**manifest, "files": file_checksums(run)})

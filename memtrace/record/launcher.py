@@ -7,28 +7,35 @@ launcher is passed on. The launcher lives until the command has ended, whatever 
 
 import json
 import os
-import shlex
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memtrace.errors import MemtraceError, TraceError
 from memtrace.record import child
-from memtrace.record.process import Sampler, high_water
-from memtrace.sizes import format_size
+from memtrace.record.closing import Processes, document, obstacle, summary, was_recorded
+from memtrace.record.death import Victim, death
+from memtrace.record.nvml import Nvml
+from memtrace.record.process import high_water
+from memtrace.record.sampler import Sampler, Seen
 from memtrace.trace import SUFFIX
 from memtrace.trace.manifest import (
+    Knowledge,
     file_checksums,
     first_manifest,
+    life,
     read_manifest,
     timestamp,
     write_manifest,
 )
+
+if TYPE_CHECKING:
+    from memtrace.virtual_gpu.launch import VirtualGpu
 
 #: Exit codes of the launcher itself: 125 to 127 as env(1) and timeout(1) have them, 123 ours.
 USAGE, NOT_RECORDED, FAILED, NOT_EXECUTABLE, NOT_FOUND = 2, 123, 125, 126, 127
@@ -55,12 +62,6 @@ _POLL_SECONDS = 0.01
 #: multiprocessing end when they notice that it has.
 _GRACE_SECONDS = 0.2
 
-#: States of a process in which a session ran.
-_RECORDED = {"recording", "ended"}
-
-#: Manifests of processes by the name of their folder.
-_Processes = dict[str, dict[str, Any]]
-
 _BOOTSTRAP = str(Path(__file__).parent / "bootstrap")
 
 
@@ -81,6 +82,8 @@ def record(
     interval_ms: int = 20,
     quiet: bool = False,
     as_json: bool = False,
+    finish: Callable[[Path], Iterable[str]] | None = None,
+    virtual_gpu: "VirtualGpu | None" = None,
 ) -> int:
     """Run ``command`` to its end and record it.
 
@@ -92,6 +95,8 @@ def record(
         interval_ms: time between two samples of process memory.
         quiet: don't say where the trace is.
         as_json: say it as a JSON document, on stderr: stdout is the command's.
+        finish: applies rules to the complete run; the lines that it returns are said.
+        virtual_gpu: run it on these instead of the machine's own GPUs.
 
     Returns:
         The command's exit code, 128+n if signal n killed it, or 123 if it succeeded but no recorder
@@ -105,42 +110,76 @@ def record(
     shown = run or Path(f"{_stem(command)}-{os.getpid()}{SUFFIX}")
     with _signals_blocked() as mask:
         epoch_ns = time.perf_counter_ns()
-        with _new_run(shown, command, epoch_ns, force) as (folder, manifest):
+        gpus = _of_virtual(virtual_gpu)
+        with _new_run(shown, command, epoch_ns, force, gpus) as (folder, manifest):
             # Linux counts what a process held before exec in its ru_maxrss, and posix_spawn lends
             # it our memory until then.
             floor = high_water(os.getpid())
-            pid = _spawn(command, _environment(folder, epoch_ns, stacks), mask)
-        sampler = Sampler(folder, pid, epoch_ns=epoch_ns, interval_ms=interval_ms)
-        status, max_rss = _watch(pid, sampler)
+            environment = _environment(folder, epoch_ns, stacks)
+            if virtual_gpu is not None:
+                environment |= virtual_gpu.variables
+            pid = _spawn(command, environment, mask)
+        virtual = manifest["knowledge"] == Knowledge.VIRTUAL  # the machine's own GPUs aren't used
+        nvml = None if virtual else Nvml()
+        sampler = Sampler(folder, pid, epoch_ns=epoch_ns, interval_ms=interval_ms, nvml=nvml)
+        status, max_rss, shared = _watch(pid, sampler)
+        code = os.waitstatus_to_exitcode(status)
+        died = _death(-code if code < 0 else None, sampler, epoch_ns, shared)
         running = _outlast(sampler)
         sampler.close()
-        code = os.waitstatus_to_exitcode(status)
-        peaks = _peaks(sampler.peaks, pid, max_rss, floor)
+        peaks = _peaks(sampler.peaks, sampler.command.life, max_rss, floor)
+        processes = _processes(folder)
+        unrecorded = _unrecorded(sampler.seen, processes)
         manifest |= {
             "state": "complete",
             "ended": timestamp(),
             "exit": {"code": code if code >= 0 else None, "signal": -code if code < 0 else None},
-            "process_peak": {str(pid): peak for pid, peak in peaks.items()},
+            "death": died,
+            "process_peak": peaks,
             "still_running": sorted(running),
-            "sampling": {"interval_ms": interval_ms, "nvml": sampler.nvml.status},
+            "unrecorded": [seen.described() for seen in unrecorded],
+            "sampling": {
+                "interval_ms": interval_ms,
+                "nvml": nvml.status if nvml else "not sampled: the GPU is virtual",
+                "gpus": [gpu.described() for gpu in nvml.gpus] if nvml else [],
+            },
         }
-        processes = _processes(folder)
         failure = _complete(folder, manifest, processes, running) or sampler.failure
         if failure is not None:
             reason = os.strerror(failure.errno) if failure.errno else failure
             _say(f"the trace is incomplete, {shown} can't be written: {reason}")
+        elif finish is not None:
+            _finish(finish, folder, running & {one.get("pid") for one in processes.values()})
         if as_json:
-            print(json.dumps(_document(folder, manifest, processes)), file=sys.stderr, flush=True)
+            print(json.dumps(document(folder, manifest, processes)), file=sys.stderr, flush=True)
         elif not processes:
             _say(
-                f"no recorder started in {command[0]} (it needs Python, without -I, -E or -S), so "
-                f"{shown} holds process memory only"
+                f"no recorder started in {command[0]} ({obstacle(unrecorded)}), so {shown} holds "
+                "process memory only"
             )
         elif not quiet:
-            _say(_summary(shown, processes, peaks))
+            _say(summary(shown, processes, peaks, unrecorded))
+        if died is not None and not quiet and not as_json:
+            _say(f"{command[0]}: {died['verdict']}")
         if code:
             return code if code > 0 else 128 - code
-        return 0 if _was_recorded(processes) else NOT_RECORDED
+        return 0 if was_recorded(processes) else NOT_RECORDED
+
+
+def _of_virtual(gpu: "VirtualGpu | None") -> dict[str, Any]:
+    """What the manifest says of virtual GPUs."""
+    return {"knowledge": Knowledge.VIRTUAL, "virtual_gpu": gpu.figures()} if gpu else {}
+
+
+def _finish(finish: Callable[[Path], Iterable[str]], run: Path, writing: set[int]) -> None:
+    if writing:
+        _say("processes still write the run, so no rules were applied; use memtrace classify later")
+        return
+    try:
+        for line in finish(run):
+            _say(line)
+    except MemtraceError as error:
+        _say(f"the rules were not applied: {error}")
 
 
 def _stem(command: Sequence[str]) -> str:
@@ -156,7 +195,7 @@ def _say(text: str) -> None:
 
 @contextmanager
 def _new_run(
-    shown: Path, command: Sequence[str], epoch_ns: int, force: bool
+    shown: Path, command: Sequence[str], epoch_ns: int, force: bool, known: Mapping[str, Any]
 ) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Make the folder of a run. If the block fails, it goes and what it replaced comes back.
 
@@ -180,7 +219,7 @@ def _new_run(
                 undo.callback(replaced.rename, folder)
             folder.mkdir()
             undo.callback(shutil.rmtree, folder)
-            manifest = first_manifest(command, epoch_ns)
+            manifest = {**first_manifest(command, epoch_ns), **known}
             write_manifest(folder, manifest)
         except TraceError as error:
             raise LaunchError(f"--force replaces only runs of memtrace: {error}", FAILED) from None
@@ -254,22 +293,40 @@ def _spawn(command: Sequence[str], environment: Mapping[str, str], mask: Iterabl
         raise LaunchError(f"{program} can't be run: {error.strerror}{hint}", code) from None
 
 
-def _watch(pid: int, sampler: Sampler) -> tuple[int, int]:
+def _watch(pid: int, sampler: Sampler) -> tuple[int, int, set[int]]:
     """Sample, and pass signals on, until the command ends.
 
     Returns:
-        Its wait status and its ru_maxrss in bytes.
+        Its wait status, its ru_maxrss in bytes, and the signals that reached the launcher as well.
     """
+    shared: set[int] = set()
     while True:
         sampler.sample()
         ended, status, usage = os.wait4(pid, os.WNOHANG)
         if ended:
-            return status, usage.ru_maxrss * 1024
+            return status, usage.ru_maxrss * 1024, shared
         time.sleep(min(sampler.wait_seconds(), _POLL_SECONDS))
         for received in _pending():
+            shared.add(received.si_signo)
             if received.si_signo != signal.SIGCHLD and received.si_code != _SI_KERNEL:
                 with suppress(PermissionError):  # it runs as another user, as sudo does
                     os.kill(pid, received.si_signo)
+
+
+def _death(
+    number: int | None, sampler: Sampler, epoch_ns: int, shared: Container[int]
+) -> dict[str, Any] | None:
+    """How the command, which ended just now, was ended by signal ``number``; None: it wasn't."""
+    command = sampler.command
+    unseen_ms = None
+    if command.time_us is not None:
+        unseen_ms = (time.perf_counter_ns() - epoch_ns) // 1_000_000 - command.time_us // 1000
+    return death(
+        number,
+        Victim(command.pid, command.rss or None, command.peak or None, unseen_ms),
+        {seen.pid for seen in sampler.seen},
+        sampler.witness.testify(passed_on=number in shared),
+    )
 
 
 def _outlast(sampler: Sampler) -> set[int]:
@@ -280,19 +337,19 @@ def _outlast(sampler: Sampler) -> set[int]:
     return running
 
 
-def _peaks(sampled: Mapping[int, int], pid: int, max_rss: int, floor: int) -> dict[int, int]:
+def _peaks(sampled: Mapping[str, int], command: str, max_rss: int, floor: int) -> dict[str, int]:
     """Highest RSS by process: exact for the command where wait4's figure is its own.
 
     That figure is the largest of the command, of its descendants that were waited for, and of what
     the launcher held (``floor``). It is the command's own if no other reached as high.
     """
-    own = sampled.get(pid, 0)
+    own = sampled.get(command, 0)
     if max_rss > floor and own >= max(sampled.values(), default=0):
-        return {**sampled, pid: max(own, max_rss)}
+        return {**sampled, command: max(own, max_rss)}
     return dict(sampled)
 
 
-def _processes(run: Path) -> _Processes:
+def _processes(run: Path) -> Processes:
     """The manifests of the processes that a recorder started in, by folder."""
     found = {}
     for folder in run.iterdir():
@@ -302,8 +359,14 @@ def _processes(run: Path) -> _Processes:
     return found
 
 
+def _unrecorded(seen: Iterable[Seen], processes: Processes) -> list[Seen]:
+    """Those that were sampled and in which no recorder started."""
+    recorded = {life(process) for process in processes.values()}
+    return [one for one in seen if one.life not in recorded]
+
+
 def _complete(
-    run: Path, manifest: dict[str, Any], processes: _Processes, running: set[int]
+    run: Path, manifest: dict[str, Any], processes: Processes, running: set[int]
 ) -> OSError | None:
     """Write the last manifest, with checksums of every file that won't change any more."""
     unfinished = {name for name, process in processes.items() if process.get("pid") in running}
@@ -317,31 +380,3 @@ def _complete(
     except OSError as error:
         return error
     return None
-
-
-def _was_recorded(processes: _Processes) -> bool:
-    """A process with torch was recorded, or none needed to be."""
-    states = {process.get("state") for process in processes.values()}
-    return bool(states) and ("failed" not in states or not states.isdisjoint(_RECORDED))
-
-
-def _document(folder: Path, manifest: Mapping[str, Any], processes: _Processes) -> dict[str, Any]:
-    """What ``--json`` prints; docs/json.md says what each key means."""
-    return {
-        "schema": 1,
-        "run": str(folder),
-        "exit": manifest["exit"],
-        "recorded": _was_recorded(processes),
-        "processes": sorted({int(process["pid"]) for process in processes.values()}),
-        "process_peak": manifest["process_peak"],
-    }
-
-
-def _summary(shown: Path, processes: _Processes, peaks: Mapping[int, int]) -> str:
-    count = len({process.get("pid") for process in processes.values()})
-    what = f"{count} process{'es' if count != 1 else ''} recorded"
-    if peaks:
-        what += f", peak RSS {format_size(max(peaks.values()))}"
-    if len(peaks) > 1:
-        what += " in the largest"
-    return f"{what}; see memtrace report {shlex.quote(str(shown))}"

@@ -40,10 +40,16 @@ class StorageRef(weakref.ref):
 class Frame:
     """A component and a scope, with the contexts that operators got in them."""
 
-    __slots__ = ("component", "explicit", "free", "kinds", "ops", "scope")
+    __slots__ = ("component", "explicit", "free", "inside", "kinds", "ops", "scope", "text")
 
     def __init__(
-        self, component: str, scope: int, kinds: frozenset[str], explicit: bool, free: int
+        self,
+        component: str,
+        scope: int,
+        kinds: frozenset[str],
+        explicit: bool,
+        free: int,
+        text: str,
     ) -> None:
         self.component = component
         self.scope = scope
@@ -53,6 +59,11 @@ class Frame:
         self.explicit = explicit
         #: The context with which a CPU storage born here will be freed.
         self.free = free
+        #: What the history of a CUDA allocator has for blocks born here. C++ keeps up to 15
+        #: characters without allocating memory.
+        self.text = text
+        #: Whether the code runs in a module, or in a component that was chosen.
+        self.inside = explicit or "module" in kinds
         #: id(operator) → context of what it allocates on the CPU, or a code of the tensor source.
         self.ops: dict[int, int] = {}
 
@@ -88,6 +99,8 @@ class Ledger:
         self.failure: OSError | None = None
         self.events_written = 0
         self.events_dropped = 0
+        #: Whether the history of CUDA's allocator tells of the storages there.
+        self.cuda_elsewhere = False
         #: Tensors that have none (sparse, opaque) and so could not be booked.
         self.without_storage = 0
         self.peak_buffer_bytes = 0
@@ -102,6 +115,8 @@ class Ledger:
         self._contexts = _Interned()
         self._stacks = _Interned()
         self._frames: dict[tuple[str, int, bool], Frame] = {}
+        #: Frames by their text.
+        self.frame_texts: dict[str, Frame] = {}
         self._kinds: list[frozenset[str]] = [frozenset(("process",))]
         self._scopes.number((-1, "process", folder.name))
         self._writer = TableWriter(folder)
@@ -148,7 +163,7 @@ class Ledger:
         """A live storage changed its size in place: its old bytes go, its new ones come."""
         number, _, free = ref.row
         size = storage.nbytes()
-        _, device, stream, component, *_ = self._contexts.rows[free]
+        _, device, stream, _, component, *_ = self._contexts.rows[free]
         context = self.context(Action.ALLOC, device, component, scope, stream=stream)
         now = perf_counter_ns()
         self._append(_pack(now, *ref.row) + _pack(now, number, size, context))
@@ -157,7 +172,7 @@ class Ledger:
     def retag(self, ref: StorageRef, component: str, scope: int) -> None:
         """The bytes of a live storage belong to ``component`` from now on."""
         number, size, free = ref.row
-        _, device, stream, previous, *_ = self._contexts.rows[free]
+        _, device, stream, _, previous, *_ = self._contexts.rows[free]
         if previous == component:
             return
         context = self.context(Action.RETAG, device, component, scope, previous, stream=stream)
@@ -167,7 +182,7 @@ class Ledger:
 
     def component_of(self, ref: StorageRef) -> str:
         """The component that a live storage belongs to now."""
-        return str(self._contexts.rows[ref.row[2]][3])
+        return str(self._contexts.rows[ref.row[2]][4])
 
     def allocated(self) -> dict[str, int]:
         """Bytes alive by device, counted from who is alive and not from the events."""
@@ -193,6 +208,14 @@ class Ledger:
                 self._kinds.append(self._kinds[parent] | {kind})
             return number
 
+    def path(self, scope: int) -> list[tuple[str, str]]:
+        """(kind, name) from the outermost scope inside the process to this one."""
+        path: list[tuple[str, str]] = []
+        while scope:
+            scope, kind, name = self._scopes.rows[scope]
+            path.insert(0, (kind, name))
+        return path
+
     def stack(self, frames: tuple[str, ...]) -> int:
         """The number of a call stack, innermost frame first."""
         with self._intern_lock:
@@ -202,16 +225,17 @@ class Ledger:
         self,
         action: Action,
         device: str,
-        component: str,
+        component: str | None,
         scope: int,
         previous: str | None = None,
         stack: int = _NO_STACK,
         stream: int = 0,
+        pool: str | None = None,
     ) -> int:
         """The number of a context."""
         with self._intern_lock:
             return self._contexts.number(
-                (int(action), device, stream, component, previous, scope, stack)
+                (int(action), device, stream, pool, component, previous, scope, stack)
             )
 
     def frame(self, component: str, scope: int, explicit: bool) -> Frame:
@@ -220,8 +244,9 @@ class Ledger:
         found = self._frames.get(key)
         if found is None:
             free = self.context(Action.FREE, "cpu", component, 0)
-            found = Frame(component, scope, self._kinds[scope], explicit, free)
-            self._frames[key] = found
+            text = f"memtrace:{len(self._frames)}"
+            found = Frame(component, scope, self._kinds[scope], explicit, free, text)
+            self._frames[key] = self.frame_texts[text] = found
         return found
 
     # -- writing -----------------------------------------------------------------------------
@@ -248,27 +273,50 @@ class Ledger:
         """One finished request, in the order of the schema's columns."""
         self._requests.append(row)
 
+    def append(self, rows: np.ndarray) -> None:
+        """Write events of another book-keeper, (n, 5): time_us, id, bytes, requested, context."""
+        with self._flush_lock:
+            self.flush()  # so that the numbers of earlier events stand
+            self._keep(len(rows), lambda: self._write_events(*rows.T))
+
+    def note_buffers(self, size: int) -> None:
+        """Somebody's buffers took so many bytes just now."""
+        self.peak_buffer_bytes = max(self.peak_buffer_bytes, size)
+
     def flush(self) -> None:
         """Write what is buffered. A failure (full disk) is kept in ``failure``, never raised."""
         with self._flush_lock:
             # Events first: every row that they name is then already interned.
             taken = self._events[:]
             del self._events[: len(taken)]
-            rows = len(taken) // _FIELDS
             # The buffer, the copy taken from it, and the columns that are written.
-            self.peak_buffer_bytes = max(self.peak_buffer_bytes, 3 * taken.itemsize * len(taken))
-            if self._closed:  # a thread that still runs under an old source
+            self.note_buffers(3 * taken.itemsize * len(taken))
+            self._keep(len(taken) // _FIELDS, lambda: self._write(taken))
+
+    def _keep(self, events: int, write: Callable[[], None]) -> None:
+        if self._closed:  # a thread that still runs under an old source
+            return
+        if self.failure is None:
+            try:
+                write()
+                self.events_written += events
                 return
-            if self.failure is None:
-                try:
-                    self._write(taken)
-                    self.events_written += rows
-                    return
-                except OSError as error:
-                    self.failure = error
-            self.events_dropped += rows
+            except OSError as error:
+                self.failure = error
+        self.events_dropped += events
 
     def _write(self, taken: "array[int]") -> None:
+        time, number, size, context = np.frombuffer(taken, np.int64).reshape(-1, _FIELDS).T
+        time_us = (time - self.epoch_ns) // 1000
+        # A storage is as large as was asked for.
+        self._write_events(time_us, number, size, size, context)
+        samples, self._samples = self._samples, []
+        self._append_rows("samples", samples)
+        requests, self._requests = self._requests, []
+        self._append_rows("requests", requests)
+
+    def _write_events(self, *columns: np.ndarray) -> None:
+        """Append events, and before them every row that they name."""
         for table, interned in (
             ("scopes", self._scopes),
             ("stacks", self._stacks),
@@ -277,15 +325,7 @@ class Ledger:
             new = interned.rows[interned.written :]
             self._append_rows(table, new)
             interned.written += len(new)
-        time, number, size, context = np.frombuffer(taken, np.int64).reshape(-1, _FIELDS).T
-        time_us = (time - self.epoch_ns) // 1000
-        self._writer.append(
-            "events", {"time_us": time_us, "id": number, "bytes": size, "context": context}
-        )
-        samples, self._samples = self._samples, []
-        self._append_rows("samples", samples)
-        requests, self._requests = self._requests, []
-        self._append_rows("requests", requests)
+        self._writer.append("events", dict(zip(TABLES["events"].names, columns, strict=True)))
 
     def _append_rows(self, table: str, rows: list[tuple[Any, ...]]) -> None:
         if rows:
@@ -321,6 +361,6 @@ class Ledger:
         now = perf_counter_ns()
         for ref in list(self.live.values()):
             number, size, free = ref.row
-            _, device, stream, component, *_ = self._contexts.rows[free]
+            _, device, stream, _, component, *_ = self._contexts.rows[free]
             context = self.context(Action.ALLOC, device, component, scope, stream=stream)
             self._append(_pack(now, number, size, context))

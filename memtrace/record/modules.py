@@ -2,24 +2,26 @@
 
 Inside an explicit :func:`memtrace.scopes.component` no rule applies. Each rule is a heuristic:
 
-==================  ==========================  ==================================================
-rule                component                   wrong when
-==================  ==========================  ==================================================
-parameters          model                       a module registers workspace as a buffer
-``from_pretrained`` model/loading, until then   weights are loaded by other means (then other)
-forward of a model  Act                         the model keeps what it computes (a custom cache)
-decoder layers      Act; their output Hidden    layers are no ``…Layer``/``…Block`` in a ModuleList
-attention, MLP      Act, with their own scope   their classes are called otherwise
-input embedding     Hidden                      the model has no ``get_input_embeddings()``
-output embedding    Temp (logits)               likewise, ``get_output_embeddings()``
-transformers cache  KV_res/full                 the cache does not derive from ``Cache``
-attention masks     backend                     not made by ``transformers.masking_utils``
-``generate()``      Temp (sampling)             the user samples in a loop of their own (then other)
-==================  ==========================  ==================================================
+====================  ==========================  ================================================
+rule                  component                   wrong when
+====================  ==========================  ================================================
+parameters            model                       a module registers workspace as a buffer
+modules of torch.nn   model, while they are made  a parameter is made elsewhere: other, until it
+and converted                                     is registered
+``from_pretrained``   model/loading, until then   weights are loaded by other means (then other)
+forward of a model    Act                         the model keeps what it computes
+parts of a model      :mod:`.structure`           see there
+logits it returns     Temp                        it returns no ``logits`` by that name
+last hidden state     Hidden                      likewise
+caches                :mod:`.caches`              see there
+attention masks       backend                     not made by ``transformers.masking_utils``
+``generate()``        Temp (sampling)             the user samples in a loop of their own (then
+                                                  other)
+anything else         other                       (backward passes and optimizers, too)
+====================  ==========================  ================================================
 """
 
-import functools
-import re
+import sys
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -35,46 +37,35 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import is_lazy
 
+from memtrace.record.caches import Caches, attributes_of
 from memtrace.record.imports import when_imported
 from memtrace.record.ledger import Frame, Ledger
-from memtrace.record.tensors import TensorSource, Within
+from memtrace.record.rule import Function, Rule, Wrapping
+from memtrace.record.source import Source
+from memtrace.record.structure import Part, parts
 
-_LAYER = re.compile(r"(Layer|Block)$")
-_PART = re.compile(r"Attention|Attn|MLP|FeedForward|FFN|Moe|MoE")
+#: What models call their results, and where those belong if they are workspace so far.
+_RESULTS = (
+    ("logits", "Temp"),
+    ("last_hidden_state", "Hidden"),
+    ("encoder_last_hidden_state", "Hidden"),
+)
+_WORKSPACE = ("Act",)
 
-
-class Rule:
-    """A component and a scope that a rule enters, with the frames they led to so far."""
-
-    __slots__ = ("component", "frames", "scopes")
-
-    def __init__(self, component: str, *scopes: tuple[str, str]) -> None:
-        self.component = component
-        self.scopes = scopes
-        self.frames: dict[Frame, Frame] = {}
-
-    def within(self, place: ContextVar[Frame], ledger: Ledger) -> Within:
-        """The rule's frame for the length of a ``with`` block."""
-        outer = place.get()
-        inner = self.frames.get(outer)
-        if inner is None:
-            scope = outer.scope
-            for kind, name in self.scopes:
-                if kind != "phase" or "phase" not in outer.kinds:  # the user's own phase stands
-                    scope = ledger.scope(scope, kind, name)
-            inner = self.frames[outer] = ledger.frame(self.component, scope, explicit=False)
-        return Within(place, inner)
+#: What a class of torch.nn has if it makes parameters.
+_MAKING = {"reset_parameters", "_reset_parameters"}
 
 
 class _Role:
-    """What a module is to the accounting: the rule of its forward, and what its output becomes."""
+    """What a module is to the accounting, as long as it lives."""
 
-    __slots__ = ("module", "output", "rule")
+    __slots__ = ("input", "module", "output", "rule")
 
-    def __init__(self, module: nn.Module, rule: Rule, output: str | None = None) -> None:
-        self.module = weakref.ref(module)
-        self.rule = rule
-        self.output = output
+    def __init__(self, part: Part) -> None:
+        self.module = weakref.ref(part.module)
+        self.rule = Rule(part.component, *part.scopes)
+        self.input = part.input
+        self.output = part.output
 
 
 @dataclass(frozen=True)
@@ -92,56 +83,43 @@ class Rules:
     Args:
         ledger: the books.
         place: holds the frame that the running code stands in.
-        source: gives the calling thread's tensor source.
+        source: gives the calling thread's source.
     """
 
     def __init__(
-        self, ledger: Ledger, place: ContextVar[Frame], source: Callable[[], TensorSource]
+        self, ledger: Ledger, place: ContextVar[Frame], source: Callable[[], Source]
     ) -> None:
         #: The language models that ran: class, layers, number and bytes of their parameters.
         self.models: list[dict[str, Any]] = []
         self._ledger = ledger
         self._place = place
         self._source = source
+        self._wrapping = Wrapping(ledger, place, source)
+        self._caches = Caches(self._wrapping)
         self._roles: dict[int, _Role] = {}
         self._roots: dict[int, _Root] = {}
-        self._undo: list[Callable[[], object]] = []
 
     def install(self) -> None:
         """Apply the rules from now on."""
+        wrapping = self._wrapping
         for hook in (
             register_module_parameter_registration_hook(self._registered),
             register_module_buffer_registration_hook(self._registered),
         ):
-            self._undo.append(hook.remove)
-        self._wrap(nn.Module, "__call__", self._call)
+            wrapping.undo.append(hook.remove)
+        wrapping.wrap(nn.Module, "__call__", self._call)
+        self._follow_making()
         for name, follow in (
-            ("cache_utils", self._follow_caches),
+            ("cache_utils", self._caches.follow_library),
             ("masking_utils", self._follow_masks),
             ("generation.utils", self._follow_generate),
             ("modeling_utils", self._follow_loading),
         ):
-            self._undo.append(when_imported(f"transformers.{name}", follow))
+            wrapping.undo.append(when_imported(f"transformers.{name}", follow))
 
     def remove(self) -> None:
         """Apply them no longer."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
-
-    def _wrap(
-        self, owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
-    ) -> None:
-        plain = vars(owner)[name]
-        is_classmethod = isinstance(plain, classmethod)
-        wrapped: Any = classmethod(wrapper(plain.__func__)) if is_classmethod else wrapper(plain)
-        setattr(owner, name, wrapped)
-
-        def undo() -> None:
-            if vars(owner)[name] is wrapped:  # else somebody wrapped it in turn: leave theirs
-                setattr(owner, name, plain)
-
-        self._undo.append(undo)
+        self._wrapping.remove()
 
     # -- modules -----------------------------------------------------------------------------
 
@@ -149,30 +127,57 @@ class Rules:
         if tensor is not None and not is_lazy(tensor) and not self._place.get().explicit:
             self._source().retag(tensor, "model")
 
-    def _call(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _follow_making(self) -> None:
+        """Parameters are the model's before they are registered, and after ``.to()``."""
+        in_model = self._wrapping.in_rule(Rule("model"))
+        for owner in _descendants(nn.Module):
+            own = vars(owner).keys()
+            if owner.__module__.startswith("torch.nn.") and "__init__" in own and own & _MAKING:
+                self._wrapping.wrap(owner, "__init__", in_model)
+        self._wrapping.wrap(nn.Module, "_apply", in_model)
+
+    def _call(self, plain: Function) -> Function:
         roles, place, ledger = self._roles, self._place, self._ledger
         frame_of = place.get
 
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             frame = frame_of()
-            if frame.explicit:
-                return plain(module, *args, **kwargs)
-            if "module" not in frame.kinds:
+            if not frame.inside:
                 with self._root(module, args, kwargs).within(place, ledger):
-                    return plain(module, *args, **kwargs)
+                    out = plain(module, *args, **kwargs)
+                self._returned(out)
+                return out
             role = roles.get(id(module))
-            if role is None or role.module() is not module:
+            if role is None or frame.explicit or role.module() is not module:
                 return plain(module, *args, **kwargs)
+            if role.input is not None:
+                self._take(args[0] if args else kwargs.get("hidden_states"), role.input)
             with role.rule.within(place, ledger):
                 out = plain(module, *args, **kwargs)
             if role.output is not None:
-                source = self._source()
-                first = out[0] if isinstance(out, tuple) and out else out
-                if isinstance(first, Tensor) and source.component_of(first) == "Act":
-                    source.retag(first, role.output)
+                self._take(out, role.output)
             return out
 
         return __call__
+
+    def _take(self, value: Any, component: str) -> None:
+        """What a module was given or returned first belongs to ``component``, not to workspace."""
+        if isinstance(value, tuple) and value:
+            value = value[0]
+        elif isinstance(value, dict):
+            value = attributes_of(value).get("last_hidden_state")
+        if isinstance(value, Tensor):
+            self._source().retag(value, component, only=_WORKSPACE)
+
+    def _returned(self, out: Any) -> None:
+        """Book what a model returned."""
+        if isinstance(out, Tensor):
+            return
+        # Not by the methods of its class: those of transformers warn about names.
+        named = {**(out if type(out) is dict else {}), **attributes_of(out)}
+        for name, component in _RESULTS:
+            self._take(named.get(name), component)
+        self._caches.returned(named)
 
     def _root(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Rule:
         """The rule of a module that is called from outside any other: a model."""
@@ -181,9 +186,10 @@ class Rules:
         if root is None or root.module() is not module:
             one, several = self._discover(module, source)
             root = self._roots[id(module)] = _Root(weakref.ref(module), one, several)
+        self._caches.handed(kwargs)
         for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor) and source.component_of(value) is None:
-                source.retag(value, "other")
+            if isinstance(value, Tensor):
+                source.adopt(value, "other")
         prompt = kwargs.get("input_ids")
         if prompt is None:
             prompt = kwargs.get("inputs_embeds", args[0] if args else None)
@@ -192,10 +198,8 @@ class Rules:
             many = isinstance(prompt, Tensor) and prompt.dim() > 1 and prompt.size(1) > 1
         return root.several if many else root.one
 
-    def _discover(self, root: nn.Module, source: TensorSource) -> tuple[Rule, Rule]:
+    def _discover(self, root: nn.Module, source: Source) -> tuple[Rule, Rule]:
         """Give the modules below ``root`` their roles and its parameters to ``model``.
-
-        Asks PyTorch's own methods, since models override them with other signatures.
 
         Returns:
             The root's rule for one token (decode) and for several (prefill).
@@ -204,92 +208,48 @@ class Rules:
         for tensor in (*parameters, *nn.Module.buffers(root)):
             source.retag(tensor, "model")
         layers = 0
-        for parent in nn.Module.modules(root):
-            for name, module in parent._modules.items():
-                class_name = type(module).__name__
-                if isinstance(parent, nn.ModuleList) and _LAYER.search(class_name):
-                    layers += 1
-                    self._assign(module, Rule("Act", ("layer", name)), output="Hidden")
-                elif _PART.search(class_name):
-                    self._assign(module, Rule("Act", ("module", name)))
-        self._assign(_embedding(root, "input"), Rule("Hidden", ("module", "embedding")))
-        self._assign(_embedding(root, "output"), Rule("Temp", ("module", "lm_head")))
-        scope = ("module", type(root).__name__)
+        for part in parts(root):
+            layers += part.is_layer
+            self._roles[id(part.module)] = _Role(part)
+        name = type(root).__name__
+        scopes = (("module", name), ("class", name))
         if not layers:
-            return (Rule("Act", scope),) * 2
+            return (Rule("Act", *scopes),) * 2
         self.models.append(
             {
-                "class": type(root).__name__,
+                "class": name,
                 "layers": layers,
                 "parameters": sum(p.numel() for p in parameters),
                 "bytes": sum(p.numel() * p.element_size() for p in parameters),
             }
         )
-        return Rule("Act", ("phase", "decode"), scope), Rule("Act", ("phase", "prefill"), scope)
-
-    def _assign(self, module: nn.Module | None, rule: Rule, output: str | None = None) -> None:
-        if module is not None:
-            self._roles[id(module)] = _Role(module, rule, output)
+        return Rule("Act", ("phase", "decode"), *scopes), Rule("Act", ("phase", "prefill"), *scopes)
 
     # -- transformers ------------------------------------------------------------------------
 
-    def _follow_caches(self, module: ModuleType) -> None:
-        rule = Rule("KV_res/full", ("module", "cache"))
-
-        def follow(plain: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(plain)
-            def update(cache: Any, *args: Any, **kwargs: Any) -> Any:
-                if self._place.get().explicit:
-                    return plain(cache, *args, **kwargs)
-                with rule.within(self._place, self._ledger):
-                    out = plain(cache, *args, **kwargs)
-                source = self._source()
-                layer = kwargs["layer_idx"] if "layer_idx" in kwargs else args[2]
-                for name in ("keys", "values"):
-                    stored = getattr(cache.layers[layer], name, None)
-                    if isinstance(stored, Tensor):
-                        component = source.component_of(stored) or ""
-                        if not component.startswith("KV_res"):
-                            source.retag(stored, "KV_res/full")
-                return out
-
-            return update
-
-        self._wrap(module.Cache, "update", follow)
-
     def _follow_masks(self, module: ModuleType) -> None:
-        rule = Rule("backend", ("module", "mask"))
-        for name in list(vars(module)):
-            if name.startswith("create_") and name.endswith("_mask"):
-                self._wrap(module, name, self._in_rule(rule))
+        in_backend = self._wrapping.in_rule(Rule("backend", ("module", "mask")))
+        makers = {
+            name: plain
+            for name, plain in vars(module).items()
+            if name.startswith("create_") and "_mask" in name
+        }
+        for user in list(sys.modules.values()):  # models that imported one before now hold on to it
+            names = attributes_of(user)
+            for name, plain in makers.items():
+                held = names.get(name)
+                if held is plain or getattr(held, "__wrapped__", None) is plain:
+                    self._wrapping.wrap(user, name, in_backend)
 
     def _follow_generate(self, module: ModuleType) -> None:
-        self._wrap(module.GenerationMixin, "generate", self._in_rule(Rule("Temp")))
+        in_temp = self._wrapping.in_rule(Rule("Temp"))
+        self._wrapping.wrap(module.GenerationMixin, "generate", in_temp)
 
     def _follow_loading(self, module: ModuleType) -> None:
-        rule = Rule("model/loading", ("phase", "loading"))
-        self._wrap(module.PreTrainedModel, "from_pretrained", self._in_rule(rule))
-
-    def _in_rule(self, rule: Rule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(plain)
-            def ruled(*args: Any, **kwargs: Any) -> Any:
-                if self._place.get().explicit:
-                    return plain(*args, **kwargs)
-                self._source()  # this may be the first that the thread does under recording
-                with rule.within(self._place, self._ledger):
-                    return plain(*args, **kwargs)
-
-            return ruled
-
-        return wrap
+        loading = self._wrapping.in_rule(Rule("model/loading", ("phase", "loading")))
+        self._wrapping.wrap(module.PreTrainedModel, "from_pretrained", loading)
 
 
-def _embedding(root: nn.Module, which: str) -> nn.Module | None:
-    """What transformers calls the input or output embedding of a model; None without one."""
-    getter = getattr(root, f"get_{which}_embeddings", None)
-    try:
-        found = getter() if getter is not None else None
-    except Exception:  # the user's method: of other arguments, unfinished, whatever
-        return None
-    return found if isinstance(found, nn.Module) else None
+def _descendants(owner: type) -> set[type]:
+    below: set[type] = set(owner.__subclasses__())
+    return below.union(*map(_descendants, below))

@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -18,15 +19,20 @@ from torch.nn.parameter import is_lazy
 
 from memtrace import components, scopes
 from memtrace.errors import MemtraceError
+from memtrace.record.cuda import CudaSource, unsupported
 from memtrace.record.enter import enter_run
 from memtrace.record.ledger import Frame, Ledger
 from memtrace.record.modules import Rules
 from memtrace.record.process import high_water, resident
+from memtrace.record.source import Source
 from memtrace.record.tensors import TensorSource, Within
 from memtrace.trace.manifest import read_manifest, write_manifest
 
 #: Seconds between two writes: what a killed process can lose at most.
 FLUSH_SECONDS = 0.5
+
+#: Seconds between two looks at how full CUDA's history is.
+_LOOK_SECONDS = 0.05
 
 #: What a dispatch mode can't see, said in every trace.
 UNSEEN = (
@@ -58,11 +64,21 @@ class Session:
         stacks: Python frames kept for each allocation; 0 keeps none.
         sample_ms: milliseconds between samples of this process's RSS; 0 leaves it to a launcher
             that looks from outside.
+        source: "auto" reads the history of CUDA's allocator once CUDA is used, "tensors" books
+            what operators return on any device.
     """
 
     _active: "Session | None" = None
 
-    def __init__(self, folder: Path, *, epoch_ns: int, stacks: int = 0, sample_ms: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        epoch_ns: int,
+        stacks: int = 0,
+        sample_ms: int = 0,
+        source: str = "auto",
+    ) -> None:
         self._folder = folder
         self._sample_ms = sample_ms
         self._stacks = stacks
@@ -72,6 +88,9 @@ class Session:
         outermost = self._ledger.frame("other", 0, explicit=False)
         self._place = ContextVar("memtrace_frame", default=outermost)
         self._rules = Rules(self._ledger, self._place, self.source)
+        self._want_cuda = source == "auto"
+        self._cuda: CudaSource | None = None
+        self._cuda_unseen: str | None = None
         self._stop = threading.Event()
         self._writer: threading.Thread | None = None
         self._closed = False
@@ -106,6 +125,8 @@ class Session:
         _follow_forks()
         atexit.register(self.close)
         self._start_writer()
+        if self._want_cuda:
+            torch.cuda._lazy_call(self._start_cuda)
         return self
 
     def close(self) -> None:
@@ -117,6 +138,8 @@ class Session:
         self._stop.set()
         if self._writer is not None:
             self._writer.join()
+        if self._cuda is not None:
+            self._cuda.stop()
         self._ledger.sample("hwm", high_water(os.getpid()))
         self.checkpoint()
         self._ledger.close()
@@ -129,6 +152,9 @@ class Session:
         atexit.unregister(self.close)
         scopes.attach(None)
         self._rules.remove()
+        Within.announce = None
+        if self._cuda is not None:
+            self._cuda.leave()
         _leave()
         Session._active = None
 
@@ -139,8 +165,8 @@ class Session:
             if issubclass(type(thing), torch.Tensor) and not is_lazy(thing):
                 if isinstance(thing, torch.nn.Parameter):
                     source.retag(thing, "model")
-                elif source.component_of(thing) is None:
-                    source.retag(thing, "other")
+                else:
+                    source.adopt(thing, "other")
 
     def checkpoint(self) -> int:
         """Write everything so far, and what the books say is allocated beside it.
@@ -148,6 +174,8 @@ class Session:
         Returns:
             The number of events written so far.
         """
+        if self._cuda is not None and not self._closed:
+            self._cuda.drain()
         self._ledger.sample_allocated()
         self._sample_process()
         self._ledger.flush()
@@ -158,15 +186,19 @@ class Session:
         self._writer.start()
 
     def _write(self) -> None:
-        wait = self._sample_ms / 1000 or FLUSH_SECONDS
-        waited = 0.0
-        while not self._stop.wait(wait):
+        flushed = time.monotonic()
+        while not self._stop.wait(self._pause()):
             self._sample_process()
-            waited += wait
-            if waited >= FLUSH_SECONDS:
-                waited = 0.0
+            if self._cuda is not None:
+                self._cuda.look()
+            if time.monotonic() - flushed >= FLUSH_SECONDS:
+                flushed = time.monotonic()
                 self._ledger.flush()
                 self._complain()
+
+    def _pause(self) -> float:
+        pause = self._sample_ms / 1000 or FLUSH_SECONDS
+        return pause if self._cuda is None else min(pause, _LOOK_SECONDS)
 
     def _sample_process(self) -> None:
         if self._sample_ms:
@@ -186,6 +218,13 @@ class Session:
     def _write_manifest(self, state: str) -> None:
         ledger = self._ledger
         unseen = list(UNSEEN)
+        if self._cuda is not None and self._cuda.missed:
+            unseen.append(
+                f"{self._cuda.missed} events of CUDA's allocator, which other threads made while "
+                "its history was read, or which it had overwritten; the state was taken up again"
+            )
+        if self._cuda_unseen is not None:
+            unseen.append(f"the history of CUDA's allocator: {self._cuda_unseen}")
         if ledger.without_storage:
             unseen.append(f"{ledger.without_storage} tensors without a storage (sparse or opaque)")
         write_manifest(
@@ -198,6 +237,7 @@ class Session:
                 "dropped": ledger.events_dropped,
                 "unseen": unseen,
                 "models": self._rules.models,
+                "cuda": None if self._cuda is None else self._cuda.describe(),
                 "recorder": {
                     "peak_buffer_bytes": ledger.peak_buffer_bytes,
                     "flush_seconds": FLUSH_SECONDS,
@@ -207,8 +247,31 @@ class Session:
 
     # -- threads and children ----------------------------------------------------------------
 
-    def source(self) -> TensorSource:
+    def _start_cuda(self) -> None:
+        """CUDA was initialised: from now on its allocator's own history is what counts."""
+        if Session._active is not self:
+            return
+        try:
+            reason = unsupported()
+            if reason is None:
+                cuda = CudaSource(self._ledger, self._place, self._stacks)
+                cuda.start()
+                self._cuda = cuda
+                self._ledger.cuda_elsewhere = True
+                Within.announce = cuda.announce
+                _leave()
+                cuda.of_thread()
+        except Exception as error:  # whatever it was, the user's program must run
+            reason = str(error) or type(error).__name__
+        self._cuda_unseen = reason
+
+    def source(self) -> Source:
         """The source of the calling thread, entered when the thread first asks for it."""
+        if self._cuda is not None:
+            return self._cuda.of_thread()
+        return self._tensors()
+
+    def _tensors(self) -> TensorSource:
         source: TensorSource | None = getattr(_thread, "source", None)
         if source is None:
             source = _thread.source = TensorSource(self._ledger, self._place, self._stacks)
@@ -229,6 +292,7 @@ class Session:
             self._closed = True
             self._detach()
             return
+        self._cuda = Within.announce = None  # CUDA doesn't survive a fork
         self._ledger.restart(self._folder)
         self._start_writer()
 
@@ -237,13 +301,16 @@ class Session:
     def component(self, component: str) -> Within:
         components.base(component)
         self.source()
-        scope = self._place.get().scope
+        # The scope says in the trace that the user's code chose the component.
+        scope = self._ledger.scope(self._place.get().scope, "component", component)
         return Within(self._place, self._ledger.frame(component, scope, explicit=True))
 
     def scope(self, kind: str, name: str) -> Within:
         self.source()
         now = self._place.get()
         scope = self._ledger.scope(now.scope, kind, name)
+        if self._cuda is not None and self._cuda.due:
+            self._cuda.drain()
         return Within(self._place, self._ledger.frame(now.component, scope, now.explicit))
 
     @contextmanager
@@ -260,6 +327,8 @@ class Session:
             outcome = "oom" if out_of_memory else "error"
             raise
         finally:
+            if self._cuda is not None:
+                self._cuda.drain()
             ledger.request(
                 (
                     name,
@@ -273,8 +342,8 @@ class Session:
             )
 
     def retag(self, tensor: Any, component: str) -> None:
-        components.base(component)
-        self.source().retag(tensor, component)
+        with self.component(component):
+            self.source().retag(tensor, component)
 
 
 def _process() -> dict[str, Any]:

@@ -10,11 +10,11 @@ whatever is asked of an unknown operator or tensor may fail, and then counts as 
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,7 +33,11 @@ _function_mode_active = torch._C._is_torch_function_mode_enabled
 _RESIZING = {"aten::resize_", "aten::resize_as_", "aten::set_"}
 
 #: Files whose frames say nothing about the user's program.
-_HIDDEN = (str(Path(__file__).parent), str(Path(torch.__file__).parent / "_ops.py"))
+HIDDEN = (
+    str(Path(__file__).parent),
+    str(Path(__file__).parents[1] / "virtual_gpu"),
+    str(Path(torch.__file__).parent / "_ops.py"),
+)
 
 #: Operators by identity, and how to treat them. Holding on to them keeps the identities valid.
 _codes: dict[int, tuple[Any, int | None]] = {}
@@ -163,8 +167,10 @@ class TensorSource(TorchDispatchMode):
         """Book what in ``out`` is new or has another size than it had."""
         if isinstance(out, Tensor):
             with torch._C.DisableTorchFunction():
-                for device, storage in self._storages(out):
+                for device, storage in self.storages(out):
                     ref = self._ledger.find(storage)
+                    if self._ledger.cuda_elsewhere and device.startswith("cuda"):
+                        continue
                     if ref is None:
                         free = self._ledger.context(Action.FREE, device, self._frame().component, 0)
                         context = self._context(func, device)
@@ -176,11 +182,11 @@ class TensorSource(TorchDispatchMode):
             for item in out:
                 self._returned(func, item)
 
-    def _storages(self, tensor: Tensor) -> Iterator[tuple[str, torch.UntypedStorage]]:
+    def storages(self, tensor: Tensor) -> Iterator[tuple[str, torch.UntypedStorage]]:
         """Device and storage of a tensor; of each inner tensor where it only wraps others."""
         if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
             for name in tensor.__tensor_flatten__()[0]:
-                yield from self._storages(getattr(tensor, name))
+                yield from self.storages(getattr(tensor, name))
             return
         try:
             storage = tensor.untyped_storage()
@@ -192,36 +198,41 @@ class TensorSource(TorchDispatchMode):
         else:
             self._ledger.without_storage += 1
 
-    def component_of(self, tensor: Tensor) -> str | None:
-        """The component of a tensor's storage; None when it isn't booked."""
-        with torch._C.DisableTorchFunction():
-            for _, storage in self._storages(tensor):
-                ref = self._ledger.find(storage)
-                return self._ledger.component_of(ref) if ref else None
-        return None
-
-    def retag(self, tensor: Tensor, component: str) -> None:
-        """The storage of ``tensor`` belongs to ``component``; one that wasn't booked is adopted."""
+    def retag(self, tensor: Tensor, component: str, *, only: tuple[str, ...] | None = None) -> None:
+        """As :class:`memtrace.record.source.Source` has it."""
         ledger = self._ledger
         with torch._C.DisableTorchFunction():
-            for device, storage in self._storages(tensor):
+            for device, storage in self.storages(tensor):
                 ref = ledger.find(storage)
-                if ref is not None:
+                if ref is None:
+                    self._adopt(device, storage, component)
+                elif only is None or _among(ledger.component_of(ref), only):
                     ledger.retag(ref, component, self._frame().scope)
-                    continue
-                scope = ledger.scope(self._frame().scope, "op", "adopted")
-                ledger.allocate(
-                    storage,
-                    storage._cdata,
-                    ledger.context(Action.ALLOC, device, component, scope),
-                    ledger.context(Action.FREE, device, component, 0),
-                )
+
+    def adopt(self, tensor: Tensor, component: str) -> None:
+        """As :class:`memtrace.record.source.Source` has it."""
+        with torch._C.DisableTorchFunction():
+            for device, storage in self.storages(tensor):
+                if self._ledger.find(storage) is None:
+                    self._adopt(device, storage, component)
+
+    def _adopt(self, device: str, storage: torch.UntypedStorage, component: str) -> None:
+        ledger = self._ledger
+        scope = ledger.scope(self._frame().scope, "op", "adopted")
+        ledger.allocate(
+            storage,
+            storage._cdata,
+            ledger.context(Action.ALLOC, device, component, scope),
+            ledger.context(Action.FREE, device, component, 0),
+        )
 
 
 class Within:
     """The running code stands in another frame for the length of a ``with`` block."""
 
     __slots__ = ("_inner", "_outer", "_place")
+    #: Tells the CUDA allocator where the thread stands now; None: nobody records it.
+    announce: ClassVar[Callable[[str], None] | None] = None
 
     def __init__(self, place: ContextVar[Frame], frame: Frame) -> None:
         self._place = place
@@ -230,6 +241,8 @@ class Within:
     def __enter__(self) -> None:
         self._outer = self._place.get()
         self._place.set(self._inner)
+        if Within.announce is not None:
+            Within.announce(self._inner.text)
 
     def __exit__(
         self,
@@ -238,6 +251,12 @@ class Within:
         traceback: TracebackType | None,
     ) -> None:
         self._place.set(self._outer)
+        if Within.announce is not None:
+            Within.announce(self._outer.text)
+
+
+def _among(component: str, only: tuple[str, ...]) -> bool:
+    return component in only or component.partition("/")[0] in only
 
 
 def _stack(depth: int) -> tuple[str, ...]:
@@ -246,7 +265,7 @@ def _stack(depth: int) -> tuple[str, ...]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(found) < depth:
         code = frame.f_code
-        if not code.co_filename.startswith(_HIDDEN):
+        if not code.co_filename.startswith(HIDDEN):
             found.append(f"{code.co_filename}:{frame.f_lineno}:{code.co_qualname}")
         frame = frame.f_back
     return tuple(found)

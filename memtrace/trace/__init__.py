@@ -5,7 +5,7 @@ than these, so this module imports nothing.
 """
 
 #: Version of the tables and manifests (:mod:`memtrace.trace.schema`). A reader refuses a newer one.
-SCHEMA = 1
+SCHEMA = 2
 FORMAT = "memtrace"
 MANIFEST = "manifest.json"
 SUFFIX = ".memtrace"

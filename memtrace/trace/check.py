@@ -19,10 +19,25 @@ RUN: Mapping[str, Any] = {
     "command": [str],
     "exit": {"*": (int, type(None))},
     "process_peak": {"*": int},
+    "death": {
+        "signal": (int, type(None)),
+        "name": (str, type(None)),
+        "verdict": str,
+        "evidence": [str],
+    },
+    "unrecorded": [{"pid": int, "start_ticks": int, "argv": [str], "reason": (str, type(None))}],
+    "sampling": {"nvml": str, "gpus": [{"uuid": str, "total": (int, type(None)), "status": str}]},
+    "classified": [{"run": str, "rules": str}],
+    "virtual_gpu": {"devices": [{"context": (int, type(None))}]},
     "files": {"*": {"bytes": int, "crc32": int}},
 }
 PROCESS: Mapping[str, Any] = {
     "pid": int,
+    "start_ticks": int,
+    "rank": int,
+    "cuda": {
+        "devices": [{"ordinal": int, "uuid": (str, type(None)), "total_memory": (int, type(None))}]
+    },
     "argv": [str],
     "state": str,
     "reason": str,

@@ -48,6 +48,15 @@ def first_manifest(command: Sequence[str], epoch_ns: int) -> dict[str, Any]:
     }
 
 
+def life(process: Mapping[str, Any]) -> str:
+    """What names a process for good, from its manifest: ``PID-START``, or its id alone.
+
+    A process id can be used again while the run goes on, a start time with it can't.
+    """
+    pid, start_ticks = process["pid"], process.get("start_ticks")
+    return str(pid) if start_ticks is None else f"{pid}-{start_ticks}"
+
+
 def write_manifest(folder: Path, body: Mapping[str, Any]) -> None:
     """Replace ``folder``'s manifest in one step.
 
@@ -69,7 +78,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a run or of one of its processes.
 
     Raises:
-        TraceError: none there, not ours, damaged, or of a newer schema.
+        TraceError: none there, not ours, damaged, or of another schema.
     """
     path = folder / MANIFEST
     try:
@@ -90,6 +99,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise TraceError(
             f"{folder} has trace schema {schema} and this memtrace reads up to {SCHEMA}; "
             "upgrade memtrace to read it"
+        )
+    if isinstance(schema, int) and schema < SCHEMA:
+        raise TraceError(
+            f"{folder} has trace schema {schema}, which this memtrace no longer reads; "
+            "record it again"
         )
     if not intact:
         raise TraceError(f"{path} is damaged: its checksum doesn't match")

@@ -12,7 +12,7 @@ import pyarrow as pa
 from memtrace.errors import TraceError
 from memtrace.trace import MANIFEST, SUFFIX
 from memtrace.trace.check import check_contexts, check_process, check_run, check_scopes
-from memtrace.trace.manifest import file_checksum, read_manifest
+from memtrace.trace.manifest import file_checksum, life, read_manifest
 from memtrace.trace.schema import TABLES
 
 Columns = dict[str, Any]
@@ -111,6 +111,11 @@ class ProcessTrace:
     def pid(self) -> int:
         return int(self.manifest["pid"])
 
+    @property
+    def life(self) -> str:
+        """Names the process for good, as :func:`memtrace.trace.manifest.life` does."""
+        return life(self.manifest)
+
     def _columns(self, table: str) -> Columns:
         data = _read(self.folder / f"{table}.arrow", table, self.torn)
         return {
@@ -195,3 +200,21 @@ class Trace:
         """Process memory by ``pid`` and ``source``, sampled from outside."""
         data = _read(self.folder / "samples.arrow", "samples", self.torn)
         return {name: data.column(name).to_pylist() for name in data.column_names}
+
+    @cached_property
+    def sampled(self) -> dict[str | None, dict[str, list[tuple[int, int]]]]:
+        """The same as (time, value) by life of the process and source; life None: no process's.
+
+        A process id may be used again: each row ``start`` begins another life.
+        """
+        columns = (self.samples[name] for name in ("time_us", "pid", "source", "value"))
+        lives: dict[int | None, str | None] = {None: None}
+        found: dict[str | None, dict[str, list[tuple[int, int]]]] = {}
+        for time_us, pid, source, value in zip(*columns, strict=True):
+            if time_us is None or source is None or value is None or (pid is not None and pid < 1):
+                continue
+            if source == "start" and pid is not None:
+                lives[pid] = f"{pid}-{value}"
+            of_process = found.setdefault(lives.get(pid, str(pid)), {})
+            of_process.setdefault(source, []).append((time_us, value))
+        return found

@@ -5,7 +5,7 @@ A run is a folder::
     NAME.memtrace/
         manifest.json          the run: command, exit, checksums of every file when complete
         samples.arrow          process memory, sampled from outside
-        PID/                   one folder a process
+        PID-START/             one folder a process (PID-START-rank1 of a distributed launch)
             manifest.json      versions, options, what was not seen
             events.arrow  contexts.arrow  scopes.arrow  stacks.arrow  samples.arrow  requests.arrow
 
@@ -22,34 +22,42 @@ import pyarrow as pa
 
 
 class Action(IntEnum):
-    """What an event did. ``alloc``, ``free`` and ``retag`` move tensor bytes, the rest segments."""
+    """What an event did."""
 
     ALLOC = 0
     FREE = 1
     RETAG = 2
-    SEGMENT_ALLOC = 3
+    SEGMENT_ALLOC = 3  # the allocator took a segment from the device
     SEGMENT_FREE = 4
-    SEGMENT_MAP = 5
+    SEGMENT_MAP = 5  # the same in an expandable segment
     SEGMENT_UNMAP = 6
-    RETRY = 7
-    OOM = 8
+    RETRY = 7  # the device was full: the allocator returned what it had cached and tried again
+    OOM = 8  # id: bytes that the device had free; bytes: what the allocator asked it for
+    FREE_REQUESTED = 9  # a free whose block waits for another stream
+    FREE_COMPLETED = 10  # that block can be used again
 
 
 #: The actions that move tensor bytes.
-TENSOR_ACTIONS = (Action.ALLOC, Action.FREE, Action.RETAG)
+TENSOR_ACTIONS = (Action.ALLOC, Action.FREE, Action.FREE_REQUESTED, Action.RETAG)
+#: Those after which the bytes belong to no component.
+FREES = (Action.FREE, Action.FREE_REQUESTED)
 
 
 TABLES: dict[str, pa.Schema] = {
-    # id: the storage (a running number) or, for an allocator's events, the address.
-    # bytes: allocated bytes that the event moves; of a free or retag, those of its storage.
+    # Events of one device stand in the order in which they happened.
+    # id: the storage (a running number) or, where an allocator was recorded, the address.
+    # bytes: allocated bytes that the event moves; of a free or retag, those of its storage. Of a
+    # caching allocator's block that is its size; requested is what was asked for.
     "events": pa.schema(
         [
             ("time_us", pa.int64()),  # since the run's epoch
             ("id", pa.int64()),
             ("bytes", pa.int64()),
+            ("requested", pa.int64()),
             ("context", pa.int32()),
         ]
     ),
+    # pool: of a private pool of the allocator, its id; otherwise null.
     # component: what the bytes join (alloc, retag) or leave (free).
     # previous: of a retag, the component that they leave; otherwise null.
     "contexts": pa.schema(
@@ -57,6 +65,7 @@ TABLES: dict[str, pa.Schema] = {
             ("action", pa.int8()),
             ("device", pa.string()),
             ("stream", pa.int64()),
+            ("pool", pa.string()),
             ("component", pa.string()),
             ("previous", pa.string()),
             ("scope", pa.int32()),
@@ -64,11 +73,15 @@ TABLES: dict[str, pa.Schema] = {
         ]
     ),
     # Row 0 is the process itself (parent -1).
-    # kind: process, request, phase, layer, chunk, module, op
+    # kind: process, request, phase, layer, chunk, module, op; class: of a module or layer;
+    # component: the user's code chose that component for what happens inside; tag, compile,
+    # internal: what a snapshot of PyTorch's allocator says of a place (docs/snapshots.md).
     "scopes": pa.schema([("parent", pa.int32()), ("kind", pa.string()), ("name", pa.string())]),
     # Innermost frame first, each "file:line:function".
     "stacks": pa.schema([("frames", pa.list_(pa.string()))]),
-    # source: rss, hwm (its high-water mark), nvml, allocated, reserved, …
+    # source: rss, hwm (its high-water mark), nvml:UUID of a GPU, allocated:DEVICE, reserved:DEVICE,
+    # …; start: from here on pid is the process that started at clock tick ``value``.
+    # pid null: of no process (nvml-used:UUID: of a GPU, by whomever).
     # event: number of events before the sample, where the sampler knows it.
     "samples": pa.schema(
         [

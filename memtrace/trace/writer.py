@@ -27,14 +27,13 @@ def _array(values: Sequence[Any] | np.ndarray, kind: pa.DataType) -> pa.Array:
         data = np.array([value or 0 for value in values], np.dtype(str(kind)))
         return pa.Array.from_buffers(kind, len(values), [bitmap, pa.py_buffer(data)])
     text = pa.types.is_string(kind)
-    items = [(value or "").encode() if text else value or () for value in values]
+    items: list[Any] = [(value or "").encode() if text else value or () for value in values]
     offsets = pa.py_buffer(np.cumsum([0, *map(len, items)], dtype=np.int32))
-    flat: list[Any] = [part for item in items for part in item]
     if text:
         return pa.Array.from_buffers(
-            kind, len(values), [bitmap, offsets, pa.py_buffer(bytes(flat))]
+            kind, len(values), [bitmap, offsets, pa.py_buffer(b"".join(items))]
         )
-    children = [_array(flat, kind.value_type)]
+    children = [_array([part for item in items for part in item], kind.value_type)]
     return pa.Array.from_buffers(kind, len(values), [bitmap, offsets], children=children)
 
 

@@ -149,8 +149,8 @@ def test_top_allocations_sum_to_the_allocated_bytes_at_any_event(
 def test_stacks_are_shown_innermost_first(tmp_path: Path) -> None:
     history = History()
     history.rows["stacks"].append((["a.py:1:inner", "b.py:2:outer"],))
-    history.rows["contexts"].append((Action.ALLOC, "cpu", 0, "Act", None, 0, 0))
-    history.rows["events"].append((1000, 1, 64, 0))
+    history.rows["contexts"].append((Action.ALLOC, "cpu", 0, None, "Act", None, 0, 0))
+    history.rows["events"].append((1000, 1, 64, 64, 0))
     [group] = account_of(history, tmp_path).top
     assert group.stack == ("a.py:1:inner", "b.py:2:outer")
 

@@ -93,10 +93,16 @@ def test_report_as_json_has_the_documented_keys(
         "chunk": 0,
         "module": None,
         "op": "aten.mm",
+        "tag": None,
     }
     assert peak["allocated"] + peak["allocator"] + peak["external"] == peak["process"]
     assert found["own_peak"]["KV_res"] == MIB
-    assert found["process"] == {"peak": 86 * MIB + 300 * KIB, "source": "rss", "exact": True}
+    assert found["process"] == {
+        "peak": 86 * MIB + 300 * KIB,
+        "source": "rss",
+        "exact": True,
+        "missing": None,
+    }
     assert (found["events"], found["dropped"], found["knowledge"]) == (54, 0, "measured")
     assert found["identities"] == {"hold": True, "events": 54, "problem": None}
     assert found["above_steady"] == 876 * KIB

@@ -44,8 +44,8 @@ def _kill_after(seconds: float, cwd: Path) -> None:
     with launch.start() as process:
         wait_until(lambda: len(lines(log)) > 0, 60)
         time.sleep(seconds)
-        (program,) = (int(name.name) for name in launch.folder.iterdir() if name.is_dir())
-        os.kill(program, signal.SIGKILL)
+        (program,) = launch.trace().processes
+        os.kill(program.pid, signal.SIGKILL)
         process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGKILL
     assert launch.trace().manifest["exit"] == {"code": None, "signal": signal.SIGKILL}

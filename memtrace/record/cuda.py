@@ -1,0 +1,289 @@
+"""The CUDA source: PyTorch's own allocator history, with our names in it.
+
+The allocator writes down every block, segment and failure, of every operator and every scratch
+buffer inside one. Each thread's memory metadata says which component and scope it stands in, and an
+annotation says what a tensor becomes; see :mod:`memtrace.allocator.metadata`. The history is a
+ring: it is drained into the trace at the borders of requests and before it is full. What was lost
+all the same is found by comparing with the allocator's own state, and said.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from contextvars import ContextVar
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from memtrace.allocator.history import BEFORE, MISSED, History
+from memtrace.allocator.layout import Layout
+from memtrace.allocator.metadata import Names, retag_text
+from memtrace.allocator.settings import Settings
+from memtrace.record.ledger import Frame, Ledger
+from memtrace.record.tensors import HIDDEN, TensorSource
+from memtrace.record.timed import TimedTexts
+from memtrace.record.workspace import FirstProduct
+
+#: Entries that the ring of one device holds, and bytes that each takes.
+RING = 1 << 18
+_ENTRY_BYTES = 170
+#: Entries at which it is drained.
+_FULL = 3 << 15
+
+_function_mode_active = torch._C._is_torch_function_mode_enabled
+#: Types of tensors that have the storage that they show.
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+#: The sources of our samples, and where ``memory_stats()`` has them.
+_SAMPLED = {
+    "allocated": "allocated_bytes",
+    "reserved": "reserved_bytes",
+    "active": "active_bytes",
+    "inactive_split": "inactive_split_bytes",
+    "requested": "requested_bytes",
+}
+
+
+def unsupported() -> str | None:
+    """Why this process's CUDA allocator can't be recorded; None: it can."""
+    if not hasattr(torch._C, "_cuda_record_memory_history"):
+        return "this PyTorch is built without CUDA"
+    backend = torch.cuda.memory.get_allocator_backend()
+    if backend != "native":
+        return f"the allocator {backend} keeps no history"
+    return None
+
+
+class CudaSource:
+    """Feeds a ledger with the allocator history of every CUDA device of this process.
+
+    Args:
+        ledger: where the events go.
+        place: holds the frame that the running code stands in.
+        stacks: Python frames kept for each allocation; 0 keeps none.
+    """
+
+    def __init__(self, ledger: Ledger, place: ContextVar[Frame], stacks: int) -> None:
+        self._ledger = ledger
+        self._place = place
+        self._stacks = stacks
+        self._host = TensorSource(ledger, place, stacks)
+        self._names = _FrameNames(ledger, HIDDEN, stacks)
+        self._texts: dict[tuple[str, tuple[str, ...] | None, int], str] = {}
+        self._histories: list[History] = []
+        self._devices: list[dict[str, Any]] = []
+        self._allocator_settings: Mapping[str, Any] = {}
+        self._counts: list[tuple[int, int]] = []
+        self._retries: list[int] = []
+        # What the installed PyTorch can't write into its history is matched by time.
+        self._timed = TimedTexts()
+        binding = torch._C
+        self.announce: Callable[[str], None] = getattr(
+            binding, "_cuda_setMemoryMetadata", self._timed.announce
+        )
+        self._annotate: Callable[[int, str], None] = getattr(
+            binding, "_cuda_annotateMemory", self._timed.annotate
+        )
+        self._entered = threading.local()
+        #: Whether the history should be drained by the next one who can.
+        self.due = False
+        #: Events that were lost, or that no allocator could have written.
+        self.missed = 0
+
+    # -- life ----------------------------------------------------------------------------------
+
+    def of_thread(self) -> "CudaSource":
+        """This source, entered in the calling thread if it wasn't."""
+        mode = getattr(self._entered, "mode", None)
+        if mode is None:
+            mode = FirstProduct(self, self.announce, self._ledger, self._place)
+            self._entered.mode = mode
+            mode.__enter__()
+            self.announce(self._place.get().text)
+        elif mode.over:
+            mode.leave()
+        return self
+
+    def leave(self) -> None:
+        """Take what is entered out of the calling thread."""
+        mode = getattr(self._entered, "mode", None)
+        if mode is not None:
+            mode.leave()
+
+    def start(self) -> None:
+        """Begin: what is allocated already belongs to ``other`` until it is retagged."""
+        self._record("all")
+        self.announce(self._place.get().text)
+        snapshot = torch.cuda.memory._snapshot()
+        self._allocator_settings = snapshot.get("allocator_settings") or {}
+        settings = Settings.of_snapshot(self._allocator_settings)
+        # Times of entries are those of the system's clock; ours count from the run's epoch.
+        zero_us = time.time_ns() // 1000 - self._ledger.now_us()
+        scope = self._ledger.scope(0, "op", BEFORE)
+        for index in range(torch.cuda.device_count()):
+            device = f"cuda:{index}"
+            layout = Layout.of_segments(_of_device(snapshot, index), settings)
+            history = History(device, layout, self._ledger, self._names, zero_us)
+            self._ledger.append(history.seed(self._ledger.now_us(), "other", scope))
+            self._histories.append(history)
+            stats = torch._C._cuda_memoryStats(index)
+            self._counts.append(_counts(stats))
+            self._retries.append(stats["num_alloc_retries"])
+
+        global _observed
+        if not _observed:  # there is no way to take an observer back
+            _observed = True
+            attach: Any = torch._C  # the typed stubs don't know it
+            attach._cuda_attach_out_of_memory_observer(_out_of_memory)
+        _followed.append(self)
+        self._devices = [_device(index) for index in range(torch.cuda.device_count())]
+
+    def describe(self) -> dict[str, Any]:
+        """What the manifest says of the devices and the allocator."""
+        return {
+            "devices": self._devices,
+            "settings": os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+            or os.environ.get("PYTORCH_ALLOC_CONF")
+            or "",
+            "allocator_settings": self._allocator_settings,
+            "missed": self.missed,
+        }
+
+    def stop(self) -> None:
+        """Drain the history, and let PyTorch keep it no longer."""
+        _followed.remove(self)
+        self.drain()
+        self._record(None)
+        if hasattr(torch._C, "_cuda_setMemoryMetadata"):
+            torch._C._cuda_setMemoryMetadata("")
+
+    def _record(self, enabled: Literal["all"] | None) -> None:
+        torch.cuda.memory._record_memory_history(
+            enabled,
+            context="alloc" if self._stacks else None,
+            stacks="python",
+            max_entries=RING,
+            clear_history=True,
+        )
+
+    # -- Source --------------------------------------------------------------------------------
+
+    def retag(self, tensor: Tensor, component: str, *, only: tuple[str, ...] | None = None) -> None:
+        """As :class:`memtrace.record.source.Source` has it."""
+        if type(tensor) in _PLAIN and not _function_mode_active() and tensor.is_cuda:
+            self._annotate(tensor.untyped_storage().data_ptr(), self._retag_text(component, only))
+            return
+        with torch._C.DisableTorchFunction():
+            if not tensor.is_cuda:
+                self._host.retag(tensor, component, only=only)
+                return
+            for _, storage in self._host.storages(tensor):
+                self._annotate(storage.data_ptr(), self._retag_text(component, only))
+
+    def _retag_text(self, component: str, only: tuple[str, ...] | None) -> str:
+        scope = self._place.get().scope
+        text = self._texts.get((component, only, scope))
+        if text is None:
+            text = retag_text(component, self._ledger.path(scope), only)
+            self._texts[component, only, scope] = text
+        return text
+
+    def adopt(self, tensor: Tensor, component: str) -> None:
+        """As :class:`memtrace.record.source.Source` has it; the history misses no block."""
+        if not tensor.is_cuda:
+            self._host.adopt(tensor, component)
+
+    # -- draining ------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """See how full the ring is; called from the writing thread."""
+        for index, (allocated, freed) in enumerate(self._counts):
+            now = _counts(torch._C._cuda_memoryStats(index))
+            # An allocation is one entry, or two with its segment; a free is two.
+            if 2 * (now[0] - allocated + now[1] - freed) >= _FULL:
+                self.due = True
+
+    def drain(self) -> None:
+        """Move the history into the trace, and sample what the allocator counts itself."""
+        self.due = False
+        before = [_counts(torch._C._cuda_memoryStats(i)) for i in range(len(self._histories))]
+        snapshot = torch.cuda.memory._snapshot()
+        self._record("all")  # clears it
+        timed = self._timed.take()
+        for index, history in enumerate(self._histories):
+            stats = torch._C._cuda_memoryStats(index)
+            quiet = before[index] == _counts(stats)  # no other thread came between
+            self._drain_device(index, history, snapshot, timed, stats, quiet)
+
+    def _drain_device(
+        self,
+        index: int,
+        history: History,
+        snapshot: Mapping[str, Any],
+        timed: TimedTexts,
+        stats: Mapping[str, Any],
+        quiet: bool,
+    ) -> None:
+        ledger, entries = self._ledger, snapshot["device_traces"][index]
+        retries = stats["num_alloc_retries"]
+        rows = history.read(timed.merged(entries), retries - self._retries[index])
+        ledger.append(rows)
+        ledger.note_buffers(rows.nbytes + len(entries) * _ENTRY_BYTES)
+        state = Layout.of_segments(_of_device(snapshot, index), history.layout.settings)
+        if not history.layout.same_as(state):
+            scope = ledger.scope(0, "op", MISSED)
+            rows = history.resume(state, ledger.now_us(), scope)
+            ledger.append(rows)
+            self.missed += len(rows)
+        self._counts[index], self._retries[index] = _counts(stats), retries
+        if quiet and any(_counts(stats)):
+            for source, key in _SAMPLED.items():
+                ledger.sample(f"{source}:{history.device}", stats[key]["all"]["current"])
+
+
+class _FrameNames(Names):
+    """Reads the texts of frames too, which are short: every entry of the history holds one."""
+
+    def __init__(self, ledger: Ledger, hidden: tuple[str, ...], depth: int) -> None:
+        super().__init__(ledger, hidden, depth)
+        self._frames = ledger.frame_texts
+
+    def birth(self, metadata: str) -> tuple[str, int]:
+        """As :class:`Names` has it."""
+        frame = self._frames.get(metadata)
+        return super().birth(metadata) if frame is None else (frame.component, frame.scope)
+
+
+#: Sources that record now: at most one.
+_followed: list[CudaSource] = []
+_observed = False
+
+
+def _out_of_memory(device: int, requested: int, limit: int, free: int) -> None:
+    """The allocator is about to raise: keep what led to it, whatever comes next."""
+    for source in _followed:
+        with suppress(Exception):  # it would replace the user's
+            source.drain()
+
+
+def _device(index: int) -> dict[str, Any]:
+    found = torch.cuda.get_device_properties(index)
+    return {
+        "ordinal": index,
+        "name": found.name,
+        "uuid": str(found.uuid),
+        "total_memory": found.total_memory,
+    }
+
+
+def _of_device(snapshot: Mapping[str, Any], index: int) -> list[Mapping[str, Any]]:
+    return [segment for segment in snapshot["segments"] if segment["device"] == index]
+
+
+def _counts(stats: Mapping[str, Any]) -> tuple[int, int]:
+    """Blocks that were ever handed out and ever freed."""
+    both = stats["allocation"]["all"]
+    return both["allocated"], both["freed"]

@@ -1,0 +1,83 @@
+"""Which block is the cuBLAS workspace.
+
+PyTorch allocates it inside the first matrix product of each thread and stream and keeps it (until
+torch 2.14; from 2.15 on around each product). No entry of the allocator's history says so, and its
+size is that of many a tensor. So a dispatch mode watches a thread up to its first product on CUDA:
+what that allocates is ``backend``, and what it returns goes back to the component that it is of.
+"""
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from memtrace.allocator.metadata import birth_text
+from memtrace.record.ledger import Frame, Ledger
+from memtrace.record.source import Source
+
+_PRODUCTS = {
+    f"aten::{name}"
+    for name in (
+        *("linear", "matmul", "mm", "bmm", "mv", "dot", "addmm", "addbmm", "baddbmm", "addmv"),
+        *("_addmm_activation", "_scaled_mm", "_grouped_mm", "_int_mm", "einsum", "tensordot"),
+    )
+}
+
+
+class FirstProduct(TorchDispatchMode):
+    """Watches one thread until its first matrix product on CUDA."""
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        source: Source,
+        announce: Callable[[str], None],
+        ledger: Ledger,
+        place: ContextVar[Frame],
+    ) -> None:
+        super().__init__()
+        self._source = source
+        self._announce = announce
+        self._ledger = ledger
+        self._place = place
+        #: Whether there is nothing left to see.
+        self.over = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper that True puts around each call costs more than our own work
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def leave(self) -> bool:
+        """Take the mode from this thread; False where that can't be now."""
+        if _get_current_dispatch_mode() is not self:  # it is gone, or under another one
+            return False
+        self.__exit__(None, None, None)
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name if isinstance(func, torch._ops.OpOverload) else ""
+        if self.over or name not in _PRODUCTS or not _on_cuda(args):
+            return func(*args, **(kwargs or {}))
+        self.over = True
+        frame = self._place.get()
+        path = [*self._ledger.path(frame.scope), ("op", str(func))]
+        self._announce(birth_text("backend", path))
+        try:
+            out = func(*args, **(kwargs or {}))
+        finally:
+            self._announce(frame.text)
+        if isinstance(out, Tensor):
+            self._source.retag(out, frame.component, only=("backend",))
+        return out
+
+
+def _on_cuda(args: Any) -> bool:
+    return any(isinstance(one, Tensor) and one.is_cuda for one in args)
