@@ -1,0 +1,1 @@
+"""Other tools' formats: snapshots of PyTorch's allocator, in and out."""
