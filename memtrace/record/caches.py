@@ -51,6 +51,9 @@ _NOT_RESIDENT = tuple(name for name in TENSOR_COMPONENTS if name != "KV_res")
 _TAKEN_FROM = {_FULL: _NOT_RESIDENT, _COMPACT: (*_NOT_RESIDENT, _FULL)}
 
 
+_CONTAINERS = (tuple, list, dict)
+
+
 class Caches:
     """The rules of caches."""
 
@@ -119,9 +122,12 @@ class Caches:
                 self._book(value, _COMPACT if name.startswith("_quantized") else _FULL)
 
     def _book(self, value: object, component: str) -> None:
-        source = self._wrapping.source()
-        for tensor in _tensors(value):
-            source.retag(tensor, component, only=_TAKEN_FROM[component])
+        # Most attributes are one tensor or none, and this runs at every step of every layer.
+        if isinstance(value, Tensor):
+            self._wrapping.source().retag(value, component, only=_TAKEN_FROM[component])
+        elif isinstance(value, _CONTAINERS):
+            for tensor in _tensors(value):
+                self._book(tensor, component)
 
 
 def attributes_of(value: object) -> dict[str, Any]:
@@ -147,6 +153,6 @@ def _tensors(value: object, depth: int = 3) -> Iterator[Tensor]:
     """The tensors in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         yield value
-    elif depth and isinstance(value, (tuple, list, dict)):
+    elif depth and isinstance(value, _CONTAINERS):
         for item in list(value.values() if isinstance(value, dict) else value):
             yield from _tensors(item, depth - 1)

@@ -1,0 +1,97 @@
+"""What a process on virtual GPUs does right after it has imported torch."""
+
+import os
+import sys
+from types import ModuleType
+from typing import Any, NoReturn
+
+from memtrace.record.imports import when_imported
+from memtrace.virtual_gpu import VARIABLE
+
+#: Set once a process has said that its GPUs are virtual; its children inherit it.
+_SAID = "MEMTRACE_VIRTUAL_GPU_SAID"
+
+
+def enter(torch: ModuleType) -> None:
+    """Check that torch sees the virtual GPUs, say so, and switch off or refuse what they can't do.
+
+    Raises:
+        SystemExit: this torch can't use them; the message says why.
+    """
+    _check(torch)
+    _say()
+    # cuDNN asks the driver for more than the stand-ins have. Without it, convolutions take
+    # PyTorch's own path, and attention one of the other kernels, as where cuDNN isn't installed.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cudnn.enabled = False
+    when_imported("torch.distributed.distributed_c10d", _refuse_nccl)
+    when_imported("torch.utils._triton", _hide_triton)
+    when_imported("torch._inductor.scheduler", _refuse_inductor)
+    when_imported("triton.runtime.jit", _refuse_triton)
+    from memtrace.virtual_gpu import values  # it needs torch, and no other process needs it
+
+    values.start()
+
+
+def _check(torch: ModuleType) -> None:
+    if torch.version.cuda is None:
+        sys.exit(
+            f"memtrace: torch {torch.__version__} of {sys.executable} is not built for CUDA, which "
+            "the virtual GPU needs; install the ordinary Linux wheel (pip install torch)"
+        )
+    made_for = os.environ[VARIABLE].partition(";")[0].partition("|")[2]
+    if torch.__version__ != made_for:
+        sys.exit(
+            f"memtrace: the virtual GPU was made for torch {made_for}, and {sys.executable} has "
+            f"{torch.__version__}; name that Python as the command to record"
+        )
+
+
+def _say() -> None:
+    if _SAID in os.environ:
+        return
+    os.environ[_SAID] = "1"
+    names = [entry.partition("|")[0] for entry in os.environ[VARIABLE].split(";")[1:]]
+    counted = {name: names.count(name) for name in names}
+    cards = ", ".join(f"{n}× {name}" if n > 1 else name for name, n in counted.items())
+    print(
+        f"memtrace: virtual GPU {cards}: nothing is computed, times mean nothing", file=sys.stderr
+    )
+
+
+def _refusing(sentence: str) -> Any:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise RuntimeError(sentence)
+
+    return refuse
+
+
+def _refuse_nccl(distributed: ModuleType) -> None:
+    refuse = _refusing("the virtual GPU has no NCCL; use the backend gloo")
+    for name in vars(distributed):
+        if name.startswith("ProcessGroupNCCL"):
+            getattr(distributed, name).__init__ = refuse
+
+
+def _hide_triton(triton: Any) -> None:
+    """So that what torch.compile generates for the CPU is as on a machine without a GPU."""
+    triton.has_triton = lambda *_, **__: False
+
+
+def _refuse_triton(jit: ModuleType) -> None:
+    jit.JITFunction.run = _refusing(
+        "the virtual GPU can't run Triton kernels; use PyTorch's own kernels"
+    )
+
+
+def _refuse_inductor(scheduler: ModuleType) -> None:
+    create = scheduler.Scheduler.create_backend
+    refuse = _refusing(
+        "the virtual GPU can't run what torch.compile generates with Triton; run the model without "
+        "torch.compile, or with backend='eager'"
+    )
+
+    def create_backend(self: object, device: Any) -> object:
+        return refuse() if device.type == "cuda" else create(self, device)
+
+    scheduler.Scheduler.create_backend = create_backend

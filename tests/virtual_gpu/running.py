@@ -1,0 +1,34 @@
+"""Runs scripts on virtual GPUs, each in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from memtrace.virtual_gpu.launch import environment
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def run_on(cards: str, script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run one of our scripts, or the text of one, on virtual cards."""
+    program = [str(SCRIPTS / script)] if script.endswith(".py") else ["-c", script]
+    return subprocess.run(
+        [sys.executable, *program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, **environment([cards]), **variables},
+    )
+
+
+def results(cards: str, script: str, **variables: str) -> Mapping[str, Any]:
+    """The JSON document that a script prints last."""
+    done = run_on(cards, script, **variables)
+    assert done.returncode == 0, done.stderr
+    document: Mapping[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return document
