@@ -4,7 +4,7 @@ import io
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -12,9 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from memtrace.analysis.compare import TERMS, Comparison, Side, difference
+from memtrace.analysis.oom import Oom
 from memtrace.analysis.peaks import Group as Allocations
 from memtrace.analysis.process import Samples
-from memtrace.analysis.summary import AccountSummary, Request, Summary
+from memtrace.analysis.summary import AccountSummary, Request, Summary, Values
 from memtrace.components import COLOURS, LIVE_COMPONENTS
 from memtrace.sizes import format_size
 
@@ -82,6 +83,9 @@ def header(summary: Summary) -> Table:
     rows["recording"] = _recording(summary)
     if summary.death is not None:
         rows["ended"] = "\n- ".join([summary.death.verdict, *summary.death.evidence])
+    found = [process.values for process in summary.processes if process.values]
+    if found:
+        rows["values"] = _values(found)
     if one is not None and one.memory.missing:
         rows["process"] = f"memory unknown: {one.memory.missing}"
     buffers = [process.buffers for process in summary.processes if process.buffers]
@@ -96,6 +100,49 @@ def header(summary: Summary) -> Table:
     for key, value in rows.items():
         table.add_row(Text(key, style="dim"), Text(value))
     return table
+
+
+def _values(found: Sequence[Values]) -> str:
+    """What was read and chosen without being computed, in one row."""
+    caveats = [one.caveat for one in found if one.caveat]
+    choices = sum(one.choices for one in found)
+    return "; ".join(caveats or ["no unknown value was read"]) + f"; {choices:,} stated choices"
+
+
+def unknown_reads(found: Iterable[Values]) -> Table:
+    """Where values were read that weren't computed."""
+    table = grid("unknown values read", "times", "at", text=(0, 2))
+    for read in (read for one in found for read in one.places):
+        table.add_row(read.op, f"{read.count:,}", read.where or UNKNOWN)
+    return table
+
+
+def out_of_memory(oom: Oom, top: int) -> Group:
+    """What an out-of-memory error met."""
+    title = Text.assemble(
+        ("out of memory ", "bold"),
+        (f"asking for {format_size(oom.requested)}", "bold"),
+        f" on {oom.device} at {seconds(oom.time_us)}\n  in {oom.place}",
+    )
+    table = grid("", "", text=(0,))
+    table.show_header = False
+    for name, value in (
+        ("device", oom.total),
+        ("free on it", oom.free),
+        ("outside the allocator", oom.outside),
+        ("reserved", oom.reserved),
+        ("allocated", oom.allocated),
+        ("inactive split", oom.inactive_split),
+        ("largest free block", oom.largest_free_block),
+    ):
+        table.add_row(name, size(value))
+    for name, value in oom.components.items():
+        if value:
+            table.add_row(swatch(name), size(value))
+    parts: list[RenderableType] = [title, Text(oom.verdict), Text(), _indented(table)]
+    if top:
+        parts += [Text(), allocations(oom.top[:top])]
+    return Group(*parts)
 
 
 def _known(summary: Summary) -> str:
@@ -281,6 +328,10 @@ def report(summary: Summary, top: int) -> Group:
     """All of ``memtrace report``."""
     parts: list[RenderableType] = [Text(summary.name, style="bold"), _indented(header(summary))]
     one = summary.primary
+    if summary.ooms:
+        last = summary.ooms[-1]
+        at_peak = one is not None and last.allocated == one.peak.allocated
+        parts += [Text(), out_of_memory(last, 0 if at_peak else top)]
     if one is None:
         memory = summary.memory
         peak = memory.peak if memory else None
@@ -297,6 +348,9 @@ def report(summary: Summary, top: int) -> Group:
     several = len(summary.processes) + len(summary.unrecorded) > 1 or len(summary.accounts) > 1
     if several or one is None:
         parts += [Text(), processes(summary)]
+    values = [process.values for process in summary.processes if process.values]
+    if any(found.places for found in values):
+        parts += [Text(), unknown_reads(values)]
     unseen = sorted({text for process in summary.processes for text in process.unseen})
     if unseen:
         parts += [Text("\nnot seen", style="bold"), *(_indented(Text(text)) for text in unseen)]

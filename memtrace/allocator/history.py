@@ -67,10 +67,18 @@ class History:
         device: as ``cuda:0``.
         layout: its blocks when the history begins; :meth:`seed` tells the books of them.
         time_zero_us: what entries call the time that events call 0.
+        workspace: bytes of the workspace that is allocated for each matrix product and freed right
+            after it, as from torch 2.15 on; None: it is kept.
     """
 
     def __init__(
-        self, device: str, layout: Layout, books: Contexts, names: Names, time_zero_us: int
+        self,
+        device: str,
+        layout: Layout,
+        books: Contexts,
+        names: Names,
+        time_zero_us: int,
+        workspace: int | None = None,
     ) -> None:
         self.device = device
         self.layout = layout
@@ -80,8 +88,10 @@ class History:
         self._books = books
         self._names = names
         self._zero = time_zero_us
+        self._workspace = workspace
         self._owners: dict[tuple[str, Where], _Owner] = {}
         self._births: dict[tuple[str, int, Any, int], tuple[_Owner, int]] = {}
+        self._born: dict[int, tuple[int, int]] = {}  # scope and stack by context
 
     # -- what was there ------------------------------------------------------------------------
 
@@ -157,6 +167,8 @@ class History:
                     block = layout.free_completed(address)
                     if address == just_freed:
                         out[-1] = block.tag.freed  # both at once
+                        if block.requested == self._workspace:
+                            self._work(out, address, block)
                     else:
                         row = (block.bytes, block.requested, block.tag.completed)
                         out += (time_us, address, *row)
@@ -174,10 +186,24 @@ class History:
                 self.problem = self.problem or str(error)
         return self._with_retries(_rows(out), candidates, retries)
 
+    def _work(self, out: list[int], address: int, block: Block) -> None:
+        """A block of a workspace's size was freed; if nothing else came between, it was one."""
+        birth = len(out) - 2 * FIELDS
+        if birth >= 0 and out[birth + 1] == address:
+            where = block.tag.where
+            out[birth + 4] = self._reborn(out[birth + 4], where, "backend")
+            out[-1] = self._owner("backend", where).freed
+
+    def _reborn(self, context: int, where: Where, component: str) -> int:
+        """The context of an allocation, with another component."""
+        scope, stack = self._born.get(context, (0, -1))
+        return self._context(Action.ALLOC, where, component, scope, stack=stack)
+
     def _birth(self, metadata: str, stream: int, pool: Any, stack: int) -> tuple[_Owner, int]:
         component, scope = self._names.birth(metadata)
         where = (stream, pool_name(pool))
         context = self._context(Action.ALLOC, where, component, scope, stack=stack)
+        self._born[context] = scope, stack
         return self._owner(component, where), context
 
     def _return(self, out: list[int], action: str, entry: Entry, time_us: int) -> None:
@@ -217,6 +243,11 @@ class History:
         previous, where = block.tag.component, block.tag.where
         component = found.component or previous
         block.tag = self._owner(component, where)
+        if found.born:
+            for row in range(len(out) - FIELDS, -1, -FIELDS):
+                if out[row + 1] == address:
+                    out[row + 4] = self._reborn(out[row + 4], where, component)
+                    return
         context = self._context(Action.RETAG, where, component, found.scope, previous)
         out += (time_us, address, block.bytes, block.requested, context)
 

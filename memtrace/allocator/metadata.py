@@ -3,8 +3,8 @@ it becomes.
 
 ``memtrace:Act|phase=prefill|layer=3`` is set as the memory metadata of a thread (torch ≥ 2.10) and
 says component and scope of what is allocated. ``memtrace>Hidden?Act|phase=prefill`` annotates a
-tensor (torch ≥ 2.14): its block joins ``Hidden`` if it belongs to ``Act``. PyTorch's own viewer
-shows them as they are.
+tensor (torch ≥ 2.14): its block joins ``Hidden`` if it belongs to ``Act``. ``memtrace<Act|…`` says
+that it was born there, whatever its metadata says. PyTorch's own viewer shows them as they are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from urllib.parse import quote, unquote
 
 from memtrace.components import base
 
-BIRTH, RETAG = "memtrace:", "memtrace>"
+BIRTH, RETAG, BORN = "memtrace:", "memtrace>", "memtrace<"
 #: Left as they are in names; ``|``, ``=``, ``?``, ``%`` and control characters are not.
 _READABLE = " !\"#$&'()*+,/:;<>@[\\]^`{}"
 
@@ -32,6 +32,7 @@ class Retag:
     component: str | None
     scope: int
     only: tuple[str, ...] | None = None
+    born: bool = False  # it has always been there
 
     def applies(self, component: str) -> bool:
         """Whether a block of ``component`` changes to ours."""
@@ -58,6 +59,11 @@ def retag_text(component: str | None, path: Path, only: Sequence[str] | None) ->
     """The annotation that makes a block join ``component``; None: that only says where it was."""
     condition = "" if only is None else "?" + ",".join(map(_quote, only))
     return RETAG + "|".join([_quote(component or "") + condition, *_scopes(path)])
+
+
+def born_text(component: str, path: Path) -> str:
+    """The annotation that says that a block was allocated as ``component`` in ``path``."""
+    return BORN + "|".join([_quote(component), *_scopes(path)])
 
 
 def _scopes(path: Path) -> list[str]:
@@ -105,14 +111,15 @@ class Names:
         return self._retags[text]
 
     def _parse_retag(self, text: str) -> Retag | None:
-        if not text.startswith(RETAG):
+        if not text.startswith((RETAG, BORN)):
             return None
-        head, *scopes = text.removeprefix(RETAG).split("|")
+        head, *scopes = text[len(RETAG) :].split("|")
         component, conditional, only = head.partition("?")
         if component and not is_component(unquote(component)):
             return None
         among = tuple(unquote(one) for one in only.split(",") if one) if conditional else None
-        return Retag(unquote(component) or None, self._scope(scopes), among)
+        born = text.startswith(BORN)
+        return Retag(unquote(component) or None, self._scope(scopes), among, born)
 
     def _scope(self, scopes: Sequence[str]) -> int:
         number = 0

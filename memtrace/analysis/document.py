@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from memtrace.analysis.compare import TERMS, Comparison, Terms, difference
+from memtrace.analysis.oom import Oom
 from memtrace.analysis.peaks import Balance, Group
 from memtrace.analysis.process import ProcessMemory, Samples
 from memtrace.analysis.summary import AccountSummary, ProcessSummary, Summary
@@ -26,6 +27,8 @@ def document(summary: Summary, top: int) -> dict[str, Any]:
         "complete": summary.complete,
         "exit": {"code": summary.exit_code, "signal": summary.exit_signal},
         "death": summary.death and dataclasses.asdict(summary.death),
+        "oom": _oom(summary.ooms[-1], top) if summary.ooms else None,
+        "ooms": len(summary.ooms),
         "torn": dict(summary.torn),
         "torch": torches[0] if torches else None,
         "device": primary and primary.device,
@@ -157,4 +160,25 @@ def _process(process: ProcessSummary) -> dict[str, Any]:
         "dropped": process.dropped,
         "recorder_buffers": process.buffers,
         "rss_peak": process.memory.peak,
+        "values": process.values and dataclasses.asdict(process.values),
+    }
+
+
+def _oom(oom: Oom, top: int) -> dict[str, Any]:
+    return {
+        "pid": oom.pid,
+        "device": oom.device,
+        "at": {"event": oom.event, "time_us": oom.time_us, **dataclasses.asdict(oom.place)},
+        "requested": oom.requested,
+        "free": oom.free,
+        "total": oom.total,
+        "reserved": oom.reserved,
+        "allocated": oom.allocated,
+        "active": oom.active,
+        "inactive_split": oom.inactive_split,
+        "largest_free_block": oom.largest_free_block,
+        "outside": oom.outside,
+        "components": dict(oom.components),
+        "top": [_group(group) for group in oom.top[:top]],
+        "verdict": oom.verdict,
     }

@@ -10,6 +10,7 @@ import numpy as np
 from memtrace.analysis.accounts import Account, accounts
 from memtrace.analysis.external import External, split
 from memtrace.analysis.identities import Identities, check
+from memtrace.analysis.oom import Oom, ooms
 from memtrace.analysis.peaks import Balance, Group, above_steady, balance, top_allocations
 from memtrace.analysis.places import Place, place
 from memtrace.analysis.process import (
@@ -43,6 +44,7 @@ class AccountSummary:
     above_steady: int
     top: tuple[Group, ...]
     identities: Identities
+    ooms: tuple[Oom, ...]
 
     @property
     def pid(self) -> int:
@@ -73,6 +75,33 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Read:
+    """Reads of a value that a virtual GPU doesn't know, at one place."""
+
+    where: str | None  # file:line:function; None: unknown
+    op: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a process on virtual GPUs read of them and chose from them."""
+
+    unknown_reads: int
+    places: tuple[Read, ...]  # most frequent first
+    choices: int  # tokens and the like, chosen in place of computed ones
+    rule: str  # how
+
+    @property
+    def caveat(self) -> str | None:
+        """Why the run may have gone another way than on a card; None: it didn't."""
+        if not self.unknown_reads:
+            return None
+        times = "once" if self.unknown_reads == 1 else f"{self.unknown_reads:,} times"
+        return f"a value that wasn't computed was read {times} (as 0), so a card may act otherwise"
+
+
+@dataclass(frozen=True)
 class ProcessSummary:
     """One process of a run."""
 
@@ -87,6 +116,7 @@ class ProcessSummary:
     dropped: int
     unseen: tuple[str, ...]
     buffers: int | None  # the most that the recorder's own buffers took in it, in bytes
+    values: Values | None  # None: not on a virtual GPU
     memory: ProcessMemory  # resident set, whatever the device of its tensors
 
 
@@ -142,6 +172,12 @@ class Summary:
     @property
     def dropped(self) -> int:
         return sum(process.dropped for process in self.processes)
+
+    @property
+    def ooms(self) -> tuple[Oom, ...]:
+        """Every out-of-memory error of a device, by time."""
+        found = (oom for one in self.accounts for oom in one.ooms)
+        return tuple(sorted(found, key=lambda oom: oom.time_us))
 
     @property
     def memory(self) -> ProcessMemory | None:
@@ -213,6 +249,7 @@ def _account(trace: Trace, account: Account, memory: ProcessMemory) -> AccountSu
         above_steady=above_steady(account),
         top=tuple(top_allocations(account, event)),
         identities=check(account, memory),
+        ooms=tuple(ooms(account, device_total)),
     )
 
 
@@ -230,7 +267,20 @@ def _process(trace: Trace, process: ProcessTrace) -> ProcessSummary:
         dropped=manifest.get("dropped") or 0,
         unseen=tuple(manifest.get("unseen") or ()),
         buffers=(manifest.get("recorder") or {}).get("peak_buffer_bytes"),
+        values=_values(manifest.get("values")),
         memory=process_memory(trace, process),
+    )
+
+
+def _values(found: Mapping[str, Any] | None) -> Values | None:
+    if not found:
+        return None
+    placeholder = found["placeholder"]
+    return Values(
+        unknown_reads=found["unknown_reads"],
+        places=tuple(Read(one["where"], one["op"], one["count"]) for one in found["places"]),
+        choices=placeholder["token choices"],
+        rule=placeholder["rule"],
     )
 
 

@@ -30,8 +30,8 @@ HELP = "run a command and record its memory"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.usage = (
-        f"{parser.prog} [-o RUN] [--force] [--virtual-gpu CARD] [--stacks N] [--interval MS] "
-        "[--rules FILE] [-q | --json] -- COMMAND…"
+        f"{parser.prog} [-o RUN] [--force] [--virtual-gpu CARD] [--stacks N] [--source S] "
+        "[--interval MS] [--rules FILE] [-q | --json] -- COMMAND…"
     )
     parser.add_argument(
         "-o",
@@ -53,6 +53,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=_at_least(0),
         default=0,
         help="Python frames to keep for each allocation (default: 0)",
+    )
+    parser.add_argument(
+        "--source",
+        choices=("auto", "tensors"),
+        default="auto",
+        help="auto reads the history of CUDA's allocator once CUDA is used, tensors books what "
+        "operators return on any device (default: auto)",
     )
     parser.add_argument(
         "--interval",
@@ -94,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
         args.output,
         force=args.force,
         stacks=args.stacks,
+        source=args.source,
         interval_ms=args.interval,
         quiet=args.quiet,
         as_json=args.json,

@@ -18,7 +18,7 @@ import numpy as np
 
 from memtrace.allocator.history import BEFORE, FIELDS, MISSED, History
 from memtrace.allocator.layout import Layout
-from memtrace.allocator.metadata import BIRTH, RETAG, Names, Retag, is_component
+from memtrace.allocator.metadata import BIRTH, BORN, RETAG, Names, Retag, is_component
 from memtrace.allocator.rewind import Start, before
 from memtrace.errors import MemtraceError, TraceError
 from memtrace.interchange import ours
@@ -277,7 +277,7 @@ class _Names(Names):
 
     def _parse_retag(self, text: str) -> Retag | None:
         outer, text = _split(text)
-        if text.startswith(RETAG) and _numbered(text):
+        if text.startswith((RETAG, BORN)) and _numbered(text):
             return super()._parse_retag(text)
         if is_component(text):
             return Retag(text, outer)

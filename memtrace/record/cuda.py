@@ -8,6 +8,7 @@ all the same is found by comparing with the allocator's own state, and said.
 """
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -99,7 +100,7 @@ class CudaSource:
         """This source, entered in the calling thread if it wasn't."""
         mode = getattr(self._entered, "mode", None)
         if mode is None:
-            mode = FirstProduct(self, self.announce, self._ledger, self._place)
+            mode = FirstProduct(self.announce, self._annotate, self._ledger, self._place)
             self._entered.mode = mode
             mode.__enter__()
             self.announce(self._place.get().text)
@@ -126,7 +127,8 @@ class CudaSource:
         for index in range(torch.cuda.device_count()):
             device = f"cuda:{index}"
             layout = Layout.of_segments(_of_device(snapshot, index), settings)
-            history = History(device, layout, self._ledger, self._names, zero_us)
+            workspace = None if _keeps_workspace() else _workspace(index)
+            history = History(device, layout, self._ledger, self._names, zero_us, workspace)
             self._ledger.append(history.seed(self._ledger.now_us(), "other", scope))
             self._histories.append(history)
             stats = torch._C._cuda_memoryStats(index)
@@ -145,9 +147,6 @@ class CudaSource:
         """What the manifest says of the devices and the allocator."""
         return {
             "devices": self._devices,
-            "settings": os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-            or os.environ.get("PYTORCH_ALLOC_CONF")
-            or "",
             "allocator_settings": self._allocator_settings,
             "missed": self.missed,
         }
@@ -213,6 +212,8 @@ class CudaSource:
         snapshot = torch.cuda.memory._snapshot()
         self._record("all")  # clears it
         timed = self._timed.take()
+        if pinned := torch.cuda.host_memory_stats().get("allocated_bytes.current"):
+            self._ledger.sample("pinned", pinned)
         for index, history in enumerate(self._histories):
             stats = torch._C._cuda_memoryStats(index)
             quiet = before[index] == _counts(stats)  # no other thread came between
@@ -267,6 +268,21 @@ def _out_of_memory(device: int, requested: int, limit: int, free: int) -> None:
     for source in _followed:
         with suppress(Exception):  # it would replace the user's
             source.drain()
+
+
+def _keeps_workspace() -> bool:
+    """Whether the workspace of cuBLAS lives on after a product, as up to torch 2.14."""
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return version < (2, 15) or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
+
+
+def _workspace(index: int) -> int:
+    """Bytes of the workspace, as ``at::cuda::getChosenWorkspaceSize`` has them."""
+    pairs = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if pairs:
+        return sum(int(size) * int(count) for size, count in pairs) * 1024
+    major, _ = torch.cuda.get_device_capability(index)
+    return 32 << 20 if major >= 9 else (4096 * 2 + 16 * 8) * 1024
 
 
 def _device(index: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from memtrace.trace.manifest import (
 
 
 @contextmanager
-def record_here(path: str | Path, *, stacks: int = 0) -> Iterator[Session]:
+def record_here(path: str | Path, *, stacks: int = 0, source: str = "auto") -> Iterator[Session]:
     """Record this process for the length of a ``with`` block, into a new run at ``path``.
 
     What is allocated already isn't in it, unless :meth:`Session.adopt_existing` books it.
@@ -41,7 +41,7 @@ def record_here(path: str | Path, *, stacks: int = 0) -> Iterator[Session]:
     write_manifest(run, manifest)
     folder = Path(enter_run(str(run)))
     name = life(read_manifest(folder))
-    session = Session(folder, epoch_ns=epoch_ns, stacks=stacks, sample_ms=20)
+    session = Session(folder, epoch_ns=epoch_ns, stacks=stacks, sample_ms=20, source=source)
     session.start()
     try:
         yield session

@@ -79,6 +79,7 @@ def record(
     *,
     force: bool = False,
     stacks: int = 0,
+    source: str = "auto",
     interval_ms: int = 20,
     quiet: bool = False,
     as_json: bool = False,
@@ -92,6 +93,7 @@ def record(
         run: folder to make; None names it after the script, in the working directory.
         force: replace the run that is there.
         stacks: Python frames kept for each allocation.
+        source: what a :class:`~memtrace.record.session.Session` takes by that name.
         interval_ms: time between two samples of process memory.
         quiet: don't say where the trace is.
         as_json: say it as a JSON document, on stderr: stdout is the command's.
@@ -115,7 +117,7 @@ def record(
             # Linux counts what a process held before exec in its ru_maxrss, and posix_spawn lends
             # it our memory until then.
             floor = high_water(os.getpid())
-            environment = _environment(folder, epoch_ns, stacks)
+            environment = _environment(folder, epoch_ns, {"stacks": stacks, "source": source})
             if virtual_gpu is not None:
                 environment |= virtual_gpu.variables
             pid = _spawn(command, environment, mask)
@@ -240,7 +242,7 @@ def _is_being_recorded(manifest: Mapping[str, Any]) -> bool:
     )
 
 
-def _environment(run: Path, epoch_ns: int, stacks: int) -> dict[str, str]:
+def _environment(run: Path, epoch_ns: int, options: Mapping[str, Any]) -> dict[str, str]:
     """Ours, and what makes a Python process record itself."""
     paths = os.environ.get("PYTHONPATH")
     others = [path for path in paths.split(os.pathsep) if path != _BOOTSTRAP] if paths else []
@@ -249,7 +251,7 @@ def _environment(run: Path, epoch_ns: int, stacks: int) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([_BOOTSTRAP, *others]),
         child.RUN: str(run),
         child.EPOCH: str(epoch_ns),
-        child.OPTIONS: json.dumps({"stacks": stacks}),
+        child.OPTIONS: json.dumps(options),
     }
 
 

@@ -217,6 +217,7 @@ class Session:
 
     def _write_manifest(self, state: str) -> None:
         ledger = self._ledger
+        values = sys.modules.get("memtrace.virtual_gpu.values")
         unseen = list(UNSEEN)
         if self._cuda is not None and self._cuda.missed:
             unseen.append(
@@ -238,6 +239,7 @@ class Session:
                 "unseen": unseen,
                 "models": self._rules.models,
                 "cuda": None if self._cuda is None else self._cuda.describe(),
+                "values": None if values is None else values.summary(),
                 "recorder": {
                     "peak_buffer_bytes": ledger.peak_buffer_bytes,
                     "flush_seconds": FLUSH_SECONDS,

@@ -44,7 +44,7 @@ class TimedTexts:
             while position < len(self._log) and self._log[position][0] <= entry["time_us"]:
                 text = self._merge(merged, position, text)
                 position += 1
-            merged.append({"user_metadata": text, **entry})
+            merged.append(entry if entry.get("user_metadata") else {**entry, "user_metadata": text})
         for rest in range(position, len(self._log)):
             text = self._merge(merged, rest, text)
         return merged

@@ -3,7 +3,7 @@
 PyTorch allocates it inside the first matrix product of each thread and stream and keeps it (until
 torch 2.14; from 2.15 on around each product). No entry of the allocator's history says so, and its
 size is that of many a tensor. So a dispatch mode watches a thread up to its first product on CUDA:
-what that allocates is ``backend``, and what it returns goes back to the component that it is of.
+what that allocates is ``backend``, but for what it returns.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from memtrace.allocator.metadata import birth_text
+from memtrace.allocator.metadata import birth_text, born_text
 from memtrace.record.ledger import Frame, Ledger
-from memtrace.record.source import Source
 
 _PRODUCTS = {
     f"aten::{name}"
@@ -34,14 +33,14 @@ class FirstProduct(TorchDispatchMode):
 
     def __init__(
         self,
-        source: Source,
         announce: Callable[[str], None],
+        annotate: Callable[[int, str], None],
         ledger: Ledger,
         place: ContextVar[Frame],
     ) -> None:
         super().__init__()
-        self._source = source
         self._announce = announce
+        self._annotate = annotate
         self._ledger = ledger
         self._place = place
         #: Whether there is nothing left to see.
@@ -74,8 +73,8 @@ class FirstProduct(TorchDispatchMode):
             out = func(*args, **(kwargs or {}))
         finally:
             self._announce(frame.text)
-        if isinstance(out, Tensor):
-            self._source.retag(out, frame.component, only=("backend",))
+        if isinstance(out, Tensor) and out.is_cuda:
+            self._annotate(out.untyped_storage().data_ptr(), born_text(frame.component, path))
         return out
 
 

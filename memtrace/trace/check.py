@@ -46,6 +46,11 @@ PROCESS: Mapping[str, Any] = {
     "dropped": int,
     "unseen": [str],
     "recorder": {"peak_buffer_bytes": int},
+    "values": {
+        "unknown_reads": int,
+        "places": [{"where": (str, type(None)), "op": str, "count": int}],
+        "placeholder": {"token choices": int, "rule": str},
+    },
 }
 
 _ACTIONS = frozenset(Action)

@@ -89,6 +89,7 @@ def _interpreter(command: Sequence[str]) -> str | None:
     program = shutil.which(command[0]) if command else None
     if program is None:
         return None
+    program = os.path.abspath(program)  # it is asked from another folder
     if _PYTHON.fullmatch(os.path.basename(program)):
         return program
     try:
