@@ -1,4 +1,7 @@
-"""Runs scripts on virtual GPUs, each in a process of its own."""
+"""Runs scripts on virtual GPUs, each in a process of its own.
+
+``benchmarks/gpu_check.py`` has them run on the machine's own GPU instead.
+"""
 
 import json
 import os
@@ -11,10 +14,12 @@ from typing import Any
 from memtrace.virtual_gpu.launch import environment
 
 SCRIPTS = Path(__file__).parent / "scripts"
+REAL = os.environ.get("MEMTRACE_TEST_ON") == "real"
 
 
 def run_on(cards: str, script: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run one of our scripts, or the text of one, on virtual cards."""
+    virtual = {} if REAL else environment([cards])
     program = [str(SCRIPTS / script)] if script.endswith(".py") else ["-c", script]
     return subprocess.run(
         [sys.executable, *program],
@@ -22,7 +27,7 @@ def run_on(cards: str, script: str, **variables: str) -> subprocess.CompletedPro
         text=True,
         check=False,
         timeout=120,
-        env={**os.environ, **environment([cards]), **variables},
+        env={**os.environ, **virtual, **variables},
     )
 
 

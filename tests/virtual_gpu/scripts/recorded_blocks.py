@@ -33,9 +33,8 @@ with record_here(sys.argv[1]) as one:
     step("seeded")
     side = torch.cuda.Stream()
     waiting = block(5 << 20)
-    spinning = torch.cuda._sleep  # something for the stream to wait on
     with torch.cuda.stream(side):
-        spinning(1)
+        torch.cuda._sleep(10**9)  # about a second on a card
     waiting.record_stream(side)
     del waiting
     step("pending")
@@ -51,13 +50,14 @@ with record_here(sys.argv[1]) as one:
     step("split")
     torch.cuda.empty_cache()
     step("emptied")
-    cached = [block(1 << 30) for _ in range(30)]
+    free, total = torch.cuda.mem_get_info()
+    cached = [block(free // 40) for _ in range(30)]
     del cached
-    large = block(35 << 30)  # only after giving back what is cached
+    large = block(free * 7 // 8)  # only after giving back what is cached
     del large
     step("retried")
     try:
-        block(64 << 30)
+        block(2 * total)
     except torch.OutOfMemoryError:
         step("failed")
 

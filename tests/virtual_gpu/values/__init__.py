@@ -1,0 +1,18 @@
+"""Tests that run within a process on a virtual GPU, started by ``test_values.py``.
+
+pytest doesn't collect them by itself: their names don't begin with ``test_``.
+"""
+
+import torch
+
+from memtrace.virtual_gpu import values
+
+torch.set_num_threads(1)  # small operators on shared cores: more threads only wait for each other
+torch.backends.cuda.enable_cudnn_sdp(False)
+values.start()
+
+
+def unread() -> int:
+    """Reads of unknown values so far."""
+    count: int = values.summary()["unknown_reads"]
+    return count
