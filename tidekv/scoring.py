@@ -143,8 +143,12 @@ def _fold(queries: torch.Tensor, kv_heads: int, scaling: float) -> torch.Tensor:
 
 
 def _logits(folded: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """(B, Hkv, G·W, D) and a block of keys (B, Hkv, b, D) → (B, Hkv, G·W, b)"""
-    return folded @ keys.to(folded.dtype).transpose(-1, -2)
+    """(B, Hkv, G·W, D) and a block of keys (B, Hkv, b, D) → (B, Hkv, G·W, b)
+
+    One product of stacked matrices: of four dimensions ``@`` makes nine operators.
+    """
+    stacked = torch.bmm(folded.flatten(0, 1), keys.to(folded.dtype).flatten(0, 1).mT)
+    return stacked.unflatten(0, folded.shape[:2])
 
 
 def _future(window: int, device: torch.device) -> torch.Tensor:

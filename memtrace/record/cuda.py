@@ -7,6 +7,7 @@ ring: it is drained into the trace at the borders of requests and before it is f
 all the same is found by comparing with the allocator's own state, and said.
 """
 
+import gc
 import os
 import re
 import threading
@@ -31,8 +32,10 @@ from memtrace.record.workspace import FirstProduct
 #: Entries that the ring of one device holds, and bytes that each takes.
 RING = 1 << 18
 _ENTRY_BYTES = 170
-#: Entries at which it is drained.
+#: Entries at which it is drained, and seconds after which it is in any case: what a killed process
+#: can lose.
 _FULL = 3 << 15
+_STALE_SECONDS = 5.0
 
 _function_mode_active = torch._C._is_torch_function_mode_enabled
 #: Types of tensors that have the storage that they show.
@@ -89,6 +92,7 @@ class CudaSource:
             binding, "_cuda_annotateMemory", self._timed.annotate
         )
         self._entered = threading.local()
+        self._drained = time.monotonic()
         #: Whether the history should be drained by the next one who can.
         self.due = False
         #: Events that were lost, or that no allocator could have written.
@@ -201,13 +205,24 @@ class CudaSource:
         """See how full the ring is; called from the writing thread."""
         for index, (allocated, freed) in enumerate(self._counts):
             now = _counts(torch._C._cuda_memoryStats(index))
+            new = now[0] - allocated + now[1] - freed
             # An allocation is one entry, or two with its segment; a free is two.
-            if 2 * (now[0] - allocated + now[1] - freed) >= _FULL:
+            if 2 * new >= _FULL or (new and time.monotonic() - self._drained >= _STALE_SECONDS):
                 self.due = True
 
     def drain(self) -> None:
         """Move the history into the trace, and sample what the allocator counts itself."""
         self.due = False
+        self._drained = time.monotonic()
+        collecting = gc.isenabled()
+        gc.disable()  # a dictionary for each entry, all alive: looking for garbage takes 2/3 of it
+        try:
+            self._drain()
+        finally:
+            if collecting:
+                gc.enable()
+
+    def _drain(self) -> None:
         before = [_counts(torch._C._cuda_memoryStats(i)) for i in range(len(self._histories))]
         snapshot = torch.cuda.memory._snapshot()
         self._record("all")  # clears it

@@ -7,6 +7,7 @@ in that place ends a sequence; the text then ends earlier than another one would
 
 - ``argmax``, ``max(dim)``, ``multinomial``, ``topk`` and ``sort`` give such places, each row the
   same. So a draft of assisted decoding is always accepted.
+  More than 4,096 places in three dimensions are rows of a cache by head, not tokens: unknown.
 - ``topk`` among fewer than 1,024 candidates serves the rows in turn, as a balanced router of a
   mixture of experts would.
 - The scores that ``topk`` returns, and those gathered at what ``multinomial`` drew, are the ranks
@@ -30,6 +31,7 @@ RULE = (
 )
 
 _FIRST = 0.618
+_MOST = 4096
 _ROUTER = 1024
 
 
@@ -52,6 +54,11 @@ def _place(known: Known, rule: Rule, args: Any, kwargs: Any, out: Any) -> None:
     places: Tensor = out if isinstance(out, Tensor) else out[1]
     if not places.numel() or places.numel() > ELEMENTS or not places.is_cuda:
         return
+    dim = _dim(rule, args, kwargs)
+    count = scores.numel() if dim is None else scores.shape[dim] if scores.dim() else 1
+    in_turn = rule.name == "topk" and count < _ROUTER
+    if places.dim() > 2 and places.numel() > _MOST and not in_turn:
+        return
     known.choices["token choices"] += 1
     if rule.name == "multinomial":
         likely = known.value(scores)
@@ -61,9 +68,6 @@ def _place(known: Known, rule: Rule, args: Any, kwargs: Any, out: Any) -> None:
             chosen = _likeliest(likely, places.shape[-1])
         known.mirrors.bind(places, chosen, chosen=True)
         return
-    dim = _dim(rule, args, kwargs)
-    count = scores.numel() if dim is None else scores.shape[dim] if scores.dim() else 1
-    in_turn = rule.name == "topk" and count < _ROUTER
     chooses_many = rule.name in ("topk", "sort")
     known.mirrors.bind(
         places, _consecutive(places, dim if chooses_many else None, count, in_turn=in_turn)
@@ -79,6 +83,7 @@ def _dim(rule: Rule, args: Any, kwargs: Any) -> int | None:
         "argmax": (1, None),
         "max": (1, None),
         "topk": (2, -1),
+        "multinomial": (len(args), -1),
         "sort": (2 if "stable" in str(rule.operator) else 1, -1),
     }[rule.name]
     dim: int | None = args[place] if len(args) > place else kwargs.get("dim", default)
