@@ -115,10 +115,10 @@ class Names:
             return None
         head, *scopes = text[len(RETAG) :].split("|")
         component, conditional, only = head.partition("?")
-        if component and not is_component(unquote(component)):
+        born = text.startswith(BORN)
+        if (component or born) and not is_component(unquote(component)):
             return None
         among = tuple(unquote(one) for one in only.split(",") if one) if conditional else None
-        born = text.startswith(BORN)
         return Retag(unquote(component) or None, self._scope(scopes), among, born)
 
     def _scope(self, scopes: Sequence[str]) -> int:

@@ -45,6 +45,14 @@ UNSEEN = (
 )
 
 
+#: What isn't seen once CUDA's own history is read.
+UNSEEN_ON_CUDA = (
+    "host tensors made after CUDA came into use, until they become parameters or inputs of a model",
+    "device memory that isn't the allocator's (context, libraries, others' cudaMalloc): external",
+    "which component and scope autograd's own threads work for: what they allocate is other",
+)
+
+
 class _Request(scopes.Request):
     def __init__(self, now_us: Callable[[], int]) -> None:
         self._now_us = now_us
@@ -218,7 +226,7 @@ class Session:
     def _write_manifest(self, state: str) -> None:
         ledger = self._ledger
         values = sys.modules.get("memtrace.virtual_gpu.values")
-        unseen = list(UNSEEN)
+        unseen = list(UNSEEN if self._cuda is None else UNSEEN_ON_CUDA)
         if self._cuda is not None and self._cuda.missed:
             unseen.append(
                 f"{self._cuda.missed} events of CUDA's allocator, which other threads made while "

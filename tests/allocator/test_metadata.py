@@ -44,7 +44,7 @@ def test_a_retag_reads_back(component: str, path: list, only: list[str] | None) 
     assert found.only == (None if only is None else tuple(only))
 
 
-@given(st.text())
+@given(st.text().filter(lambda text: not text.startswith("memtrace>")) | st.just("memtrace<"))
 def test_any_other_text_is_kept_and_claims_nothing(text: str) -> None:
     books = Books()
     names = Names(books)

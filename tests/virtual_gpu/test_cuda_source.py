@@ -91,12 +91,18 @@ def test_the_trace_is_what_the_allocator_counted_and_what_the_tensors_say(
         assert storages <= blocks <= 1.05 * storages
 
 
+@pytest.fixture(scope="module")
+def newest(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Account, Any]:
+    run = tmp_path_factory.mktemp("newest") / "run"
+    boundaries = record(run, "--stacks", "4")
+    return checked(run, boundaries), boundaries
+
+
 @pytest.mark.parametrize("missing", [NEWER[:1], NEWER], ids=["torch 2.13", "torch 2.9"])
 def test_an_older_pytorch_gives_the_same_by_time(
-    cache: Path, tmp_path: Path, missing: tuple[str, ...]
+    newest: tuple[Account, Any], tmp_path: Path, missing: tuple[str, ...]
 ) -> None:
-    boundaries = record(tmp_path / "newer")
-    newer = checked(tmp_path / "newer", boundaries)
+    newer, boundaries = newest
     others = record(tmp_path / "older", "--without", *missing)
     older = checked(tmp_path / "older", others)
     for (events, _), (other_events, _) in zip(boundaries, others, strict=True):
@@ -112,9 +118,8 @@ def test_an_overwritten_history_is_said_and_taken_up_again(cache: Path, tmp_path
     assert any("events of CUDA's allocator" in text for text in account.process.manifest["unseen"])
 
 
-def test_stacks_are_those_of_the_program(cache: Path, tmp_path: Path) -> None:
-    boundaries = record(tmp_path / "run", "--stacks", "4")
-    account = checked(tmp_path / "run", boundaries)
+def test_stacks_are_those_of_the_program(newest: tuple[Account, Any]) -> None:
+    account, _ = newest
     stacks = [frames for frames in account.process.stacks["frames"] if frames]
     assert stacks
     assert all(len(frames) <= 4 for frames in stacks)

@@ -149,3 +149,35 @@ def test_host_tensors_before_cuda_stay_booked(cache: Path, tmp_path: Path) -> No
     assert devices == {"cpu", "cuda:0"}
     cpu = next(one for one in report(tmp_path)["accounts"] if one["device"] == "cpu")
     assert cpu["peak"] == 4 << 20
+
+
+def test_an_oom_is_kept_even_if_the_process_ends_at_once(cache: Path, tmp_path: Path) -> None:
+    script = (
+        "import os, torch\n"
+        "kept = torch.empty(20 << 30, dtype=torch.int8, device='cuda')\n"
+        "try:\n    torch.empty(20 << 30, dtype=torch.int8, device='cuda')\n"
+        "except torch.OutOfMemoryError:\n    os.kill(os.getpid(), 9)\n"
+    )
+    done = record(tmp_path, "l4-24g", "-c", script)
+    assert done.returncode == 128 + 9
+    found = report(tmp_path)
+    assert found["oom"]["requested"] == 20 << 30
+    assert found["oom"]["allocated"] == 20 << 30
+    assert "missing however memory is arranged" in found["oom"]["verdict"]
+    assert found["death"]["signal"] == 9
+
+
+def test_a_killed_process_leaves_its_finished_requests(cache: Path, tmp_path: Path) -> None:
+    script = (
+        "import os, torch\n"
+        "from memtrace import scopes\n"
+        "with scopes.request('q1'), scopes.component('KV_res/full'):\n"
+        "    kept = torch.empty(5 << 20, dtype=torch.int8, device='cuda')\n"
+        "import time; time.sleep(0.7)\n"  # the request's own row is written twice a second
+        "os.kill(os.getpid(), 9)\n"
+    )
+    assert record(tmp_path, "l4-24g", "-c", script).returncode == 128 + 9
+    found = report(tmp_path)
+    assert found["peak"]["details"] == {"KV_res/full": 5 << 20}
+    assert [request["name"] for request in found["requests"]] == ["q1"]
+    assert found["identities"]["hold"], found["identities"]["problem"]
