@@ -88,6 +88,8 @@ def header(summary: Summary) -> Table:
         rows["values"] = _values(found)
     if one is not None and one.memory.missing:
         rows["process"] = f"memory unknown: {one.memory.missing}"
+    if summary.rules:
+        rows["classified"] = f"by rules of {', '.join(summary.rules)}"
     buffers = [process.buffers for process in summary.processes if process.buffers]
     if buffers:
         rows["recorder"] = f"{format_size(max(buffers))} of buffers at most, part of external"

@@ -30,6 +30,7 @@ def document(summary: Summary, top: int) -> dict[str, Any]:
         "oom": _oom(summary.ooms[-1], top) if summary.ooms else None,
         "ooms": len(summary.ooms),
         "torn": dict(summary.torn),
+        "rules": list(summary.rules),
         "torch": torches[0] if torches else None,
         "device": primary and primary.device,
         "pid": primary and primary.pid,

@@ -159,6 +159,7 @@ class Summary:
     accounts: tuple[AccountSummary, ...]  # in order of Account.rank
     requests: tuple[Request, ...]
     torn: Mapping[str, int]  # bytes after the last whole batch, by file
+    rules: tuple[str, ...]  # files of rules that it was classified by, in order
 
     @property
     def primary(self) -> AccountSummary | None:
@@ -217,6 +218,7 @@ def summarise(trace: Trace) -> Summary:
         sums=sums(trace, [one.account for one in found]),
         accounts=tuple(found),
         requests=tuple(row for process in trace.processes for row in _requests(process)),
+        rules=tuple(one["rules"] for one in manifest.get("classified") or ()),
         torn=dict(trace.torn),  # last: it fills as tables are read
     )
 

@@ -14,20 +14,24 @@ from typing import Any
 from memtrace.virtual_gpu.launch import environment
 
 SCRIPTS = Path(__file__).parent / "scripts"
+ROOT = SCRIPTS.parents[2]
 REAL = os.environ.get("MEMTRACE_TEST_ON") == "real"
 
 
-def run_on(cards: str, script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_on(
+    cards: str, script: str, *arguments: object, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run one of our scripts, or the text of one, on virtual cards."""
     virtual = {} if REAL else environment([cards])
     program = [str(SCRIPTS / script)] if script.endswith(".py") else ["-c", script]
     return subprocess.run(
-        [sys.executable, *program],
+        [sys.executable, *program, *map(str, arguments)],
+        cwd=ROOT,  # where scripts find the package tests
         capture_output=True,
         text=True,
         check=False,
         timeout=120,
-        env={**os.environ, **virtual, **variables},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **virtual, **variables},
     )
 
 

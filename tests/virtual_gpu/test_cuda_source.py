@@ -14,7 +14,7 @@ from memtrace.analysis.process import process_memory
 from memtrace.analysis.segments import layout_at
 from memtrace.trace.reader import Trace, open_trace
 from memtrace.trace.schema import FREES, TENSOR_ACTIONS, Action
-from tests.virtual_gpu.running import SCRIPTS, run_on
+from tests.virtual_gpu.running import run_on
 
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 NEWER = ("_cuda_annotateMemory", "_cuda_setMemoryMetadata")
@@ -22,11 +22,7 @@ NEWER = ("_cuda_annotateMemory", "_cuda_setMemoryMetadata")
 
 def record(run: Path, *options: str, script: str = "recorded_llama.py", **variables: str) -> Any:
     """What the script counted, by boundary or step: (events so far, counters)."""
-    text = (
-        f"import sys; sys.argv = {[script, str(run), *options]!r}; "
-        f"exec(compile(open({str(SCRIPTS / script)!r}).read(), {script!r}, 'exec'))"
-    )
-    done = run_on("a100-40g", text, **variables)
+    done = run_on("a100-40g", script, run, *options, **variables)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
