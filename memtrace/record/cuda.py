@@ -10,17 +10,18 @@ all the same is found by comparing with the allocator's own state, and said.
 import gc
 import os
 import re
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from memtrace.allocator.history import BEFORE, MISSED, History
+from memtrace.allocator.history import BEFORE, MISSED, Entry, History
 from memtrace.allocator.layout import Layout
 from memtrace.allocator.metadata import Names, retag_text
 from memtrace.allocator.settings import Settings
@@ -34,12 +35,20 @@ RING = 1 << 18
 _ENTRY_BYTES = 170
 #: Entries at which it is drained, and seconds after which it is in any case: what a killed process
 #: can lose.
-_FULL = 3 << 15
+_FULL = 1 << 16
 _STALE_SECONDS = 5.0
+#: Seconds that a thread which allocates has to drain it.
+_PATIENCE_SECONDS = 0.1
 
 _function_mode_active = torch._C._is_torch_function_mode_enabled
 #: Types of tensors that have the storage that they show.
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+#: More than a drain takes.
+_UNINTERRUPTED_SECONDS = 60.0
+
+#: The name of the thread that writes a session's trace and never allocates on a device.
+WRITER = "memtrace-writer"
 
 #: The sources of our samples, and where ``memory_stats()`` has them.
 _SAMPLED = {
@@ -82,17 +91,19 @@ class CudaSource:
         self._allocator_settings: Mapping[str, Any] = {}
         self._counts: list[tuple[int, int]] = []
         self._retries: list[int] = []
+        self._last: list[Entry | None] = []  # of each history, what was read of it and still stands
         # What the installed PyTorch can't write into its history is matched by time.
         self._timed = TimedTexts()
         binding = torch._C
         self.announce: Callable[[str], None] = getattr(
             binding, "_cuda_setMemoryMetadata", self._timed.announce
         )
-        self._annotate: Callable[[int, str], None] = getattr(
+        self.annotate: Callable[[int, str], None] = getattr(
             binding, "_cuda_annotateMemory", self._timed.annotate
         )
         self._entered = threading.local()
-        self._drained = time.monotonic()
+        self._draining = threading.RLock()
+        self._drained = self._due_since = time.monotonic()
         #: Whether the history should be drained by the next one who can.
         self.due = False
         #: Events that were lost, or that no allocator could have written.
@@ -104,12 +115,14 @@ class CudaSource:
         """This source, entered in the calling thread if it wasn't."""
         mode = getattr(self._entered, "mode", None)
         if mode is None:
-            mode = FirstProduct(self.announce, self._annotate, self._ledger, self._place)
+            mode = FirstProduct(self, self._ledger, self._place)
             self._entered.mode = mode
             mode.__enter__()
             self.announce(self._place.get().text)
         elif mode.over:
             mode.leave()
+        if self.due:
+            self.drain()
         return self
 
     def leave(self) -> None:
@@ -137,6 +150,7 @@ class CudaSource:
             self._histories.append(history)
             stats = torch._C._cuda_memoryStats(index)
             self._counts.append(_counts(stats))
+            self._last.append(None)
             self._retries.append(stats["num_alloc_retries"])
 
         global _observed
@@ -177,14 +191,14 @@ class CudaSource:
     def retag(self, tensor: Tensor, component: str, *, only: tuple[str, ...] | None = None) -> None:
         """As :class:`memtrace.record.source.Source` has it."""
         if type(tensor) in _PLAIN and not _function_mode_active() and tensor.is_cuda:
-            self._annotate(tensor.untyped_storage().data_ptr(), self._retag_text(component, only))
+            self.annotate(tensor.untyped_storage().data_ptr(), self._retag_text(component, only))
             return
         with torch._C.DisableTorchFunction():
             if not tensor.is_cuda:
                 self._host.retag(tensor, component, only=only)
                 return
             for _, storage in self._host.storages(tensor):
-                self._annotate(storage.data_ptr(), self._retag_text(component, only))
+                self.annotate(storage.data_ptr(), self._retag_text(component, only))
 
     def _retag_text(self, component: str, only: tuple[str, ...] | None) -> str:
         scope = self._place.get().scope
@@ -203,29 +217,34 @@ class CudaSource:
 
     def look(self) -> None:
         """See how full the ring is; called from the writing thread."""
-        for index, (allocated, freed) in enumerate(self._counts):
-            now = _counts(torch._C._cuda_memoryStats(index))
-            new = now[0] - allocated + now[1] - freed
+        since = time.monotonic() - self._drained
+        if self.due:
+            # Best done by a thread that allocates, since what another does meanwhile is missed; but
+            # a program without modules and scopes never asks.
+            if time.monotonic() - self._due_since > _PATIENCE_SECONDS:
+                self.drain()
+            return
+        for index, before in enumerate(self._counts):
             # An allocation is one entry, or two with its segment; a free is two.
-            if 2 * new >= _FULL or (new and time.monotonic() - self._drained >= _STALE_SECONDS):
-                self.due = True
+            new = 2 * abs(sum(_counts(torch._C._cuda_memoryStats(index))) - sum(before))
+            if new >= _FULL or (new and since >= _STALE_SECONDS):
+                self.due, self._due_since = True, time.monotonic()
 
     def drain(self) -> None:
         """Move the history into the trace, and sample what the allocator counts itself."""
-        self.due = False
-        self._drained = time.monotonic()
-        collecting = gc.isenabled()
-        gc.disable()  # a dictionary for each entry, all alive: looking for garbage takes 2/3 of it
-        try:
+        with self._draining, _undisturbed():
+            self.due = False
+            self._drained = time.monotonic()
             self._drain()
-        finally:
-            if collecting:
-                gc.enable()
 
     def _drain(self) -> None:
         before = [_counts(torch._C._cuda_memoryStats(i)) for i in range(len(self._histories))]
         snapshot = torch.cuda.memory._snapshot()
-        self._record("all")  # clears it
+        # Between the two another thread could allocate, and its entries would be lost. So where
+        # there is one the history stays, and what was read before is skipped.
+        cleared = _alone()
+        if cleared:
+            self._record("all")
         timed = self._timed.take()
         if pinned := torch.cuda.host_memory_stats().get("allocated_bytes.current"):
             self._ledger.sample("pinned", pinned)
@@ -233,6 +252,8 @@ class CudaSource:
             stats = torch._C._cuda_memoryStats(index)
             quiet = before[index] == _counts(stats)  # no other thread came between
             self._drain_device(index, history, snapshot, timed, stats, quiet)
+            entries = snapshot["device_traces"][index]
+            self._last[index] = None if cleared or not entries else entries[-1]
 
     def _drain_device(
         self,
@@ -243,17 +264,25 @@ class CudaSource:
         stats: Mapping[str, Any],
         quiet: bool,
     ) -> None:
-        ledger, entries = self._ledger, snapshot["device_traces"][index]
+        ledger = self._ledger
+        entries = _after(self._last[index], snapshot["device_traces"][index])
         retries = stats["num_alloc_retries"]
-        rows = history.read(timed.merged(entries), retries - self._retries[index])
+        # The program may have set the counter back to 0.
+        tried = retries - self._retries[index] if retries >= self._retries[index] else retries
+        impossible = history.impossible
+        rows = history.read(timed.merged(entries), tried)
+        self.missed += history.impossible - impossible
         ledger.append(rows)
         ledger.note_buffers(rows.nbytes + len(entries) * _ENTRY_BYTES)
-        state = Layout.of_segments(_of_device(snapshot, index), history.layout.settings)
-        if not history.layout.same_as(state):
-            scope = ledger.scope(0, "op", MISSED)
-            rows = history.resume(state, ledger.now_us(), scope)
-            ledger.append(rows)
-            self.missed += len(rows)
+        # PyTorch reads entries and segments one after the other. If others allocated in between,
+        # the segments are ahead, and the next drain has the entries.
+        if quiet or history.impossible > impossible:
+            state = Layout.of_segments(_of_device(snapshot, index), history.layout.settings)
+            if not history.layout.same_as(state):
+                scope = ledger.scope(0, "op", MISSED)
+                rows = history.resume(state, ledger.now_us(), scope)
+                ledger.append(rows)
+                self.missed += len(rows)
         self._counts[index], self._retries[index] = _counts(stats), retries
         if quiet and any(_counts(stats)):
             for source, key in _SAMPLED.items():
@@ -308,6 +337,39 @@ def _device(index: int) -> dict[str, Any]:
         "uuid": str(found.uuid),
         "total_memory": found.total_memory,
     }
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Neither look for garbage nor let other threads run meanwhile.
+
+    Each entry becomes a dictionary, and all live: looking for garbage among them takes two thirds
+    of the time. And a thread that goes on allocating would fill the ring again meanwhile.
+    """
+    collecting, interval = gc.isenabled(), sys.getswitchinterval()
+    gc.disable()
+    sys.setswitchinterval(_UNINTERRUPTED_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+        if collecting:
+            gc.enable()
+
+
+def _alone() -> bool:
+    """Whether no other thread of Python's can allocate now."""
+    others = (thread for thread in threading.enumerate() if thread.name != WRITER)
+    return all(thread is threading.current_thread() for thread in others)
+
+
+def _after(last: Entry | None, entries: Sequence[Entry]) -> Sequence[Entry]:
+    """The entries behind ``last``; all of them if it was overwritten."""
+    if last is not None:
+        for number in range(len(entries) - 1, -1, -1):
+            if entries[number] == last:
+                return entries[number + 1 :]
+    return entries
 
 
 def _of_device(snapshot: Mapping[str, Any], index: int) -> list[Mapping[str, Any]]:

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from memtrace import components, scopes
 from memtrace.errors import MemtraceError
-from memtrace.record.cuda import CudaSource, unsupported
+from memtrace.record.cuda import WRITER, CudaSource, unsupported
 from memtrace.record.enter import enter_run
 from memtrace.record.ledger import Frame, Ledger
 from memtrace.record.modules import Rules
@@ -190,7 +190,7 @@ class Session:
         return self._ledger.events_written
 
     def _start_writer(self) -> None:
-        self._writer = threading.Thread(target=self._write, name="memtrace-writer", daemon=True)
+        self._writer = threading.Thread(target=self._write, name=WRITER, daemon=True)
         self._writer.start()
 
     def _write(self) -> None:
@@ -229,8 +229,8 @@ class Session:
         unseen = list(UNSEEN if self._cuda is None else UNSEEN_ON_CUDA)
         if self._cuda is not None and self._cuda.missed:
             unseen.append(
-                f"{self._cuda.missed} events of CUDA's allocator, which other threads made while "
-                "its history was read, or which it had overwritten; the state was taken up again"
+                f"{self._cuda.missed} events of CUDA's allocator, which its history had "
+                "overwritten or contradicted; the state was taken up again"
             )
         if self._cuda_unseen is not None:
             unseen.append(f"the history of CUDA's allocator: {self._cuda_unseen}")
@@ -319,8 +319,6 @@ class Session:
         self.source()
         now = self._place.get()
         scope = self._ledger.scope(now.scope, kind, name)
-        if self._cuda is not None and self._cuda.due:
-            self._cuda.drain()
         return Within(self._place, self._ledger.frame(now.component, scope, now.explicit))
 
     @contextmanager

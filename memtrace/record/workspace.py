@@ -1,4 +1,4 @@
-"""Which block is the cuBLAS workspace.
+"""Which block is the workspace of cuBLAS.
 
 PyTorch allocates it inside the first matrix product of each thread and stream and keeps it (until
 torch 2.14; from 2.15 on around each product). No entry of the allocator's history says so, and its
@@ -6,9 +6,8 @@ size is that of many a tensor. So a dispatch mode watches a thread up to its fir
 what that allocates is ``backend``, but for what it returns.
 """
 
-from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from memtrace.allocator.metadata import birth_text, born_text
 from memtrace.record.ledger import Frame, Ledger
+
+if TYPE_CHECKING:
+    from memtrace.record.cuda import CudaSource
 
 _PRODUCTS = {
     f"aten::{name}"
@@ -31,16 +33,9 @@ class FirstProduct(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(
-        self,
-        announce: Callable[[str], None],
-        annotate: Callable[[int, str], None],
-        ledger: Ledger,
-        place: ContextVar[Frame],
-    ) -> None:
+    def __init__(self, source: "CudaSource", ledger: Ledger, place: ContextVar[Frame]) -> None:
         super().__init__()
-        self._announce = announce
-        self._annotate = annotate
+        self._source = source
         self._ledger = ledger
         self._place = place
         #: Whether there is nothing left to see.
@@ -62,19 +57,22 @@ class FirstProduct(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        source = self._source
+        if source.due:
+            source.drain()
         name = func._schema.name if isinstance(func, torch._ops.OpOverload) else ""
         if self.over or name not in _PRODUCTS or not _on_cuda(args):
             return func(*args, **(kwargs or {}))
         self.over = True
         frame = self._place.get()
         path = [*self._ledger.path(frame.scope), ("op", str(func))]
-        self._announce(birth_text("backend", path))
+        source.announce(birth_text("backend", path))
         try:
             out = func(*args, **(kwargs or {}))
         finally:
-            self._announce(frame.text)
+            source.announce(frame.text)
         if isinstance(out, Tensor) and out.is_cuda:
-            self._annotate(out.untyped_storage().data_ptr(), born_text(frame.component, path))
+            source.annotate(out.untyped_storage().data_ptr(), born_text(frame.component, path))
         return out
 
 

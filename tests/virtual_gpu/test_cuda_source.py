@@ -165,3 +165,13 @@ def test_a_retry_and_an_oom_are_events(blocks: tuple[Account, Any]) -> None:
     before, after = steps["emptied"][0], steps["retried"][0]
     assert actions(account, before, after).count(Action.RETRY) == 1
     assert Action.OOM in actions(account, after, steps["failed"][0])
+
+
+def test_nothing_is_missed_while_threads_allocate_without_a_pause(
+    cache: Path, tmp_path: Path
+) -> None:
+    boundaries = record(tmp_path / "run", script="recorded_threads.py")
+    account = checked(tmp_path / "run", boundaries)
+    assert account.process.manifest["cuda"]["missed"] == 0
+    allocations = actions(account, 0, boundaries[0][0]).count(Action.ALLOC)
+    assert allocations == 3 * 20_000

@@ -16,12 +16,12 @@ if "MEMTRACE_VIRTUAL_GPU" in os.environ:
 
     enter(torch)
 
-from memtrace.analysis.accounts import accounts  # noqa: E402
-from memtrace.analysis.identities import check  # noqa: E402
-from memtrace.analysis.process import process_memory  # noqa: E402
-from memtrace.record.here import record_here  # noqa: E402
-from memtrace.trace.reader import open_trace  # noqa: E402
-from tests.record.scripts import transformer  # noqa: E402
+from memtrace.analysis.accounts import accounts
+from memtrace.analysis.identities import check
+from memtrace.analysis.process import process_memory
+from memtrace.record.here import record_here
+from memtrace.trace.reader import open_trace
+from tests.record.scripts import transformer
 
 found = {}
 for number, family in enumerate(

@@ -1,0 +1,38 @@
+"""Record threads that allocate while the history is drained; print what was counted.
+
+recorded_threads.py RUN
+"""
+
+import json
+import sys
+import threading
+
+import torch
+
+from memtrace.record.here import record_here
+
+torch.empty(1, device="cuda")
+
+
+def work(number: int) -> None:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for step in range(20_000):
+            block = torch.empty(600 + number + 512 * (step % 5), device="cuda")
+            if step % 2000 == 0:
+                kept.append(block)
+
+
+kept: list[torch.Tensor] = []
+with record_here(sys.argv[1]) as one:
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(0.05)
+            one.checkpoint()
+    stats = torch.cuda.memory_stats()
+    names = ("allocated", "reserved", "active", "inactive_split", "requested")
+    boundary = [one.checkpoint(), {n: stats[f"{n}_bytes.all.current"] for n in names}]
+print(json.dumps([boundary]))
