@@ -44,25 +44,26 @@ torch.empty(1, device="cuda")
 free, total = torch.cuda.mem_get_info()
 print(json.dumps({
     "name": found.name, "total": total, "torch": torch.__version__,
-    "capability": [found.major, found.minor], "processors": found.multi_processor_count,
+    "capability": f"{found.major}.{found.minor}", "processors": found.multi_processor_count,
+    "l2_cache": found.L2_cache_size,
     "used_by_context": total - free - torch.cuda.memory_reserved(),
 }))
 """
 
 
-def run(script: list[str], variables: dict[str, str]) -> Any:
-    """The JSON document that a program prints last."""
+def run(script: list[str], variables: dict[str, str]) -> str:
+    """What a program prints."""
     done = subprocess.run(
         [sys.executable, *script],
         cwd=ROOT,
-        env={**os.environ, **variables},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
         capture_output=True,
         text=True,
         timeout=240,
     )
     if done.returncode:
         raise SystemExit(f"{' '.join(script)} failed:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout
 
 
 def card_like(device: dict[str, Any], folder: Path) -> str:
@@ -77,6 +78,7 @@ def card_like(device: dict[str, Any], folder: Path) -> str:
         "total": device["total"],
         "capability": device["capability"],
         "processors": device["processors"],
+        "l2_cache": device["l2_cache"],
     }
     home = folder / "memtrace"
     home.mkdir()
@@ -90,8 +92,9 @@ def recorded(name: str, folder: Path, variables: dict[str, str]) -> dict[str, An
     """What the allocator counted at each boundary of a program, and the peak by component."""
     script, options, extra = PROGRAMS[name]
     trace = folder / "run"
-    boundaries = run([str(SCRIPTS / script), str(trace), *options], {**variables, **extra})
-    report = run(["-m", "memtrace", "report", str(trace), "--json"], {})
+    counted = run([str(SCRIPTS / script), str(trace), *options], {**variables, **extra})
+    boundaries = json.loads(counted.splitlines()[-1])
+    report = json.loads(run(["-m", "memtrace", "report", str(trace), "--json"], {}))
     return {
         "counted": [counted for _, counted in boundaries],
         "events": report["events"],
@@ -121,7 +124,7 @@ def main() -> int:
     args = parser.parse_args()
     start = time.monotonic()
     here = environment([args.stand_in]) if args.stand_in else {}
-    device = run(["-c", PROPERTIES], here)
+    device = json.loads(run(["-c", PROPERTIES], here))
     result: dict[str, Any] = {"schema": 1, "stand_in": args.stand_in, "device": device}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -62,6 +62,7 @@ class Layout:
         self.pending: dict[int, Block] = {}
         self._free: dict[int, int] = {}  # address → bytes
         self._free_until: dict[int, int] = {}  # end → address
+        self._rounded: dict[int, int] = {}  # sizes of blocks by what was asked for
         self._growing: set[int] = set()  # addresses of free blocks in expandable segments
 
     @classmethod
@@ -179,7 +180,9 @@ class Layout:
             LayoutError: no free block begins there, or it is too small.
         """
         room = self._free.get(address)
-        size = self.settings.round(requested)
+        size = self._rounded.get(requested)
+        if size is None:
+            size = self._rounded[requested] = self.settings.round(requested)
         if room is None or room < size:
             raise LayoutError(f"{requested} bytes at {address:#x} are handed out without room")
         growing = address in self._growing
@@ -257,7 +260,8 @@ class Layout:
     def _drop(self, address: int, size: int) -> None:
         del self._free[address]
         del self._free_until[address + size]
-        self._growing.discard(address)
+        if self._growing:
+            self._growing.discard(address)
 
     def _join(self, address: int, size: int, growing: bool) -> None:
         """A free block appears, and merges with free neighbours in its segment."""

@@ -35,11 +35,12 @@ RING = 1 << 18
 _ENTRY_BYTES = 170
 #: Entries at which it is drained, and seconds after which it is in any case: what a killed process
 #: can lose.
-_FULL = 1 << 16
+_FULL = 3 << 15
 _STALE_SECONDS = 5.0
 #: Seconds that a thread which allocates has to drain it.
 _PATIENCE_SECONDS = 0.1
 
+_NEVER: Any = object()
 _function_mode_active = torch._C._is_torch_function_mode_enabled
 #: Types of tensors that have the storage that they show.
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -113,14 +114,14 @@ class CudaSource:
 
     def of_thread(self) -> "CudaSource":
         """This source, entered in the calling thread if it wasn't."""
-        mode = getattr(self._entered, "mode", None)
-        if mode is None:
-            mode = FirstProduct(self, self._ledger, self._place)
-            self._entered.mode = mode
-            mode.__enter__()
+        entered = self._entered
+        mode = getattr(entered, "mode", _NEVER)
+        if mode is _NEVER:
+            entered.mode = FirstProduct(self, self._ledger, self._place)
+            entered.mode.__enter__()
             self.announce(self._place.get().text)
-        elif mode.over:
-            mode.leave()
+        elif mode is not None and mode.over and mode.leave():
+            entered.mode = None
         if self.due:
             self.drain()
         return self
