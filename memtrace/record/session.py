@@ -1,7 +1,6 @@
 """A recording of this process: the sources, the scopes that reach them, and the writing thread."""
 
 import atexit
-import functools
 import gc
 import os
 import platform
@@ -21,6 +20,7 @@ from memtrace import components, scopes
 from memtrace.errors import MemtraceError
 from memtrace.record.cuda import WRITER, CudaSource, unsupported
 from memtrace.record.enter import enter_run
+from memtrace.record.following import follow
 from memtrace.record.ledger import Frame, Ledger
 from memtrace.record.modules import Rules
 from memtrace.record.process import high_water, resident
@@ -129,8 +129,7 @@ class Session:
         self.source()
         self._rules.install()
         scopes.attach(self)
-        _follow_threads()
-        _follow_forks()
+        follow(Session.active)
         atexit.register(self.close)
         self._start_writer()
         if self._want_cuda:
@@ -161,9 +160,7 @@ class Session:
         scopes.attach(None)
         self._rules.remove()
         Within.announce = None
-        if self._cuda is not None:
-            self._cuda.leave()
-        _leave()
+        self.leave_thread()
         Session._active = None
 
     def adopt_existing(self) -> None:
@@ -290,8 +287,28 @@ class Session:
             source.bind(self._ledger, self._place, self._stacks)
         return source
 
-    def _forked(self) -> None:
-        """In a forked child: books of its own, in a folder of its own."""
+    # -- following.Followed ------------------------------------------------------------------
+
+    def hand_down(self, thread: threading.Thread) -> Frame | None:
+        """As :class:`memtrace.record.following.Followed` has it."""
+        return None if thread is self._writer else self._place.get()
+
+    def enter_thread(self, frame: Frame) -> None:
+        """As :class:`memtrace.record.following.Followed` has it."""
+        self.source()
+        if not frame.explicit:  # a pool outlives the block that its first task was given in
+            self._place.set(frame)
+            if Within.announce is not None:
+                Within.announce(frame.text)
+
+    def leave_thread(self) -> None:
+        """As :class:`memtrace.record.following.Followed` has it."""
+        if self._cuda is not None:
+            self._cuda.leave()
+        _leave()
+
+    def forked(self) -> None:
+        """As :class:`memtrace.record.following.Followed` has it: books and a folder of its own."""
         self._stop = threading.Event()  # another thread may have held the old one's lock
         try:
             self._folder = Path(enter_run(str(self._folder.parent)))
@@ -383,70 +400,3 @@ def _leave() -> None:
     source: TensorSource | None = getattr(_thread, "source", None)
     if source is not None and source.leave():
         del _thread.source
-
-
-# Hooks into the interpreter can't be taken back (register_at_fork) or must not be, since others may
-# have wrapped them by then: they are set once and ask for the active session each time.
-
-
-_threads_followed = False
-
-
-def _follow_threads() -> None:
-    """Record every thread from its start, first in the scope of the thread that started it.
-
-    An explicit component is not handed down.
-    """
-    global _threads_followed
-    if _threads_followed:
-        return
-    _threads_followed = True
-    plain_start = threading.Thread.start
-    plain_bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
-    starting: dict[int, tuple[Session, Frame]] = {}
-
-    @functools.wraps(plain_start)
-    def start(thread: threading.Thread) -> None:
-        session = Session._active
-        if session is not None and thread is not session._writer:
-            starting[id(thread)] = session, session._place.get()
-        plain_start(thread)
-
-    @functools.wraps(plain_bootstrap)
-    def bootstrap(thread: threading.Thread) -> None:
-        session, frame = starting.pop(id(thread), (None, None))
-        if session is not None and frame is not None and session is Session._active:
-            session.source()
-            if not frame.explicit:  # a pool outlives the block that its first task was given in
-                session._place.set(frame)
-        try:
-            plain_bootstrap(thread)
-        finally:
-            _leave()  # PyTorch must not find it in a thread that Python has let go
-
-    threading.Thread.start = start  # type: ignore[method-assign,assignment]
-    threading.Thread._bootstrap_inner = bootstrap  # type: ignore[attr-defined]
-
-
-_forks_followed = False
-
-
-def _follow_forks() -> None:
-    global _forks_followed
-    if not _forks_followed:
-        _forks_followed = True
-        os.register_at_fork(after_in_child=_after_fork)
-
-
-def _after_fork() -> None:
-    session = Session._active
-    if session is None:
-        return
-    session._forked()
-    # A child of multiprocessing leaves through os._exit, so atexit never runs in it; its own
-    # finalizers do, once they are registered after it has cleared those of its parent.
-    util = sys.modules.get("multiprocessing.util")
-    if util is not None:
-        util.register_after_fork(
-            session, lambda held: util.Finalize(None, held.close, exitpriority=-100)
-        )

@@ -181,3 +181,22 @@ def test_a_killed_process_leaves_its_finished_requests(cache: Path, tmp_path: Pa
     assert found["peak"]["details"] == {"KV_res/full": 5 << 20}
     assert [request["name"] for request in found["requests"]] == ["q1"]
     assert found["identities"]["hold"], found["identities"]["problem"]
+
+
+def test_a_thread_begins_in_the_scope_that_started_it(cache: Path, tmp_path: Path) -> None:
+    script = (
+        "import threading, torch\n"
+        "from memtrace import scopes\n"
+        "torch.cuda.init()\n"
+        "kept = []\n"
+        "def work():\n"
+        "    kept.append(torch.empty(5 << 20, dtype=torch.int8, device='cuda'))\n"
+        "with scopes.phase('prefill'), scopes.layer(3):\n"
+        "    thread = threading.Thread(target=work)\n"
+        "    thread.start()\n"
+        "    thread.join()\n"
+    )
+    done = record(tmp_path, "l4-24g", "-c", script)
+    assert done.returncode == 0, done.stderr
+    [made] = report(tmp_path)["top"]
+    assert (made["bytes"], made["phase"], made["layers"]) == (5 << 20, "prefill", [3])
