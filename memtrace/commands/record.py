@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         quiet=args.quiet,
         as_json=args.json,
         finish=_classifier(args.rules) if args.rules else None,
-        virtual_gpu=_virtual_gpu(args.virtual_gpu, command) if args.virtual_gpu else None,
+        virtual_gpu=None if args.virtual_gpu is None else _virtual_gpu(args.virtual_gpu, command),
     )
 
 

@@ -3,7 +3,7 @@
 The allocator writes down every block, segment and failure, of every operator and every scratch
 buffer inside one. Each thread's memory metadata says which component and scope it stands in, and an
 annotation says what a tensor becomes; see :mod:`memtrace.allocator.metadata`. The history is a
-ring: it is drained into the trace at the borders of requests and before it is full. What was lost
+ring: it is drained into the trace between requests and before it is full. What was lost
 all the same is found by comparing with the allocator's own state, and said.
 """
 
@@ -13,7 +13,8 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from memtrace.allocator.history import BEFORE, MISSED, Entry, History
+from memtrace.allocator.history import BEFORE, MISSED, History
 from memtrace.allocator.layout import Layout
 from memtrace.allocator.metadata import Names, retag_text
 from memtrace.allocator.settings import Settings
@@ -47,9 +48,6 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 #: More than a drain takes.
 _UNINTERRUPTED_SECONDS = 60.0
-
-#: The name of the thread that writes a session's trace and never allocates on a device.
-WRITER = "memtrace-writer"
 
 #: The sources of our samples, and where ``memory_stats()`` has them.
 _SAMPLED = {
@@ -78,9 +76,16 @@ class CudaSource:
         ledger: where the events go.
         place: holds the frame that the running code stands in.
         stacks: Python frames kept for each allocation; 0 keeps none.
+        older: threads from before the recording, which may allocate unseen.
     """
 
-    def __init__(self, ledger: Ledger, place: ContextVar[Frame], stacks: int) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        place: ContextVar[Frame],
+        stacks: int,
+        older: Iterable[threading.Thread] = (),
+    ) -> None:
         self._ledger = ledger
         self._place = place
         self._stacks = stacks
@@ -92,7 +97,7 @@ class CudaSource:
         self._allocator_settings: Mapping[str, Any] = {}
         self._counts: list[tuple[int, int]] = []
         self._retries: list[int] = []
-        self._last: list[Entry | None] = []  # of each history, what was read of it and still stands
+        self._read: list[int] = []  # entries of each history that were read and still stand
         # What the installed PyTorch can't write into its history is matched by time.
         self._timed = TimedTexts()
         binding = torch._C
@@ -103,6 +108,8 @@ class CudaSource:
             binding, "_cuda_annotateMemory", self._timed.annotate
         )
         self._entered = threading.local()
+        #: Threads that may allocate: those that ran an operator, or that nobody watches.
+        self.working = weakref.WeakSet(older)
         self._draining = threading.RLock()
         self._drained = self._due_since = time.monotonic()
         #: Whether the history should be drained by the next one who can.
@@ -151,7 +158,7 @@ class CudaSource:
             self._histories.append(history)
             stats = torch._C._cuda_memoryStats(index)
             self._counts.append(_counts(stats))
-            self._last.append(None)
+            self._read.append(0)
             self._retries.append(stats["num_alloc_retries"])
 
         global _observed
@@ -185,6 +192,7 @@ class CudaSource:
             stacks="python",
             max_entries=RING,
             clear_history=True,
+            global_record_annotations=True,  # those of a thread can't be taken back in another
         )
 
     # -- Source --------------------------------------------------------------------------------
@@ -231,6 +239,14 @@ class CudaSource:
             if new >= _FULL or (new and since >= _STALE_SECONDS):
                 self.due, self._due_since = True, time.monotonic()
 
+    def request_ended(self) -> None:
+        """Drain at the border of a request, if this thread alone allocates.
+
+        Otherwise what was read would have to stay, and be read again at the next border.
+        """
+        if self._alone():
+            self.drain()
+
     def drain(self) -> None:
         """Move the history into the trace, and sample what the allocator counts itself."""
         with self._draining, _undisturbed():
@@ -238,12 +254,22 @@ class CudaSource:
             self._drained = time.monotonic()
             self._drain()
 
+    def _alone(self) -> bool:
+        """Whether no other thread of Python's can allocate now.
+
+        One that was started under recording and ran no operator yet, such as the monitor of a
+        progress bar, doesn't.
+        """
+        here = threading.current_thread()
+        return not any(one in self.working and one is not here for one in threading.enumerate())
+
     def _drain(self) -> None:
         before = [_counts(torch._C._cuda_memoryStats(i)) for i in range(len(self._histories))]
         snapshot = torch.cuda.memory._snapshot()
         # Between the two another thread could allocate, and its entries would be lost. So where
-        # there is one the history stays, and what was read before is skipped.
-        cleared = _alone()
+        # there is one the history stays while there is room, and what was read before is skipped.
+        held = max((len(entries) for entries in snapshot["device_traces"]), default=0)
+        cleared = self._alone() or held > RING // 2
         if cleared:
             self._record("all")
         timed = self._timed.take()
@@ -253,8 +279,7 @@ class CudaSource:
             stats = torch._C._cuda_memoryStats(index)
             quiet = before[index] == _counts(stats)  # no other thread came between
             self._drain_device(index, history, snapshot, timed, stats, quiet)
-            entries = snapshot["device_traces"][index]
-            self._last[index] = None if cleared or not entries else entries[-1]
+            self._read[index] = 0 if cleared else len(snapshot["device_traces"][index])
 
     def _drain_device(
         self,
@@ -266,7 +291,9 @@ class CudaSource:
         quiet: bool,
     ) -> None:
         ledger = self._ledger
-        entries = _after(self._last[index], snapshot["device_traces"][index])
+        entries = snapshot["device_traces"][index]
+        if len(entries) < RING:  # else the oldest were overwritten
+            entries = entries[self._read[index] :]
         retries = stats["num_alloc_retries"]
         # The program may have set the counter back to 0.
         tried = retries - self._retries[index] if retries >= self._retries[index] else retries
@@ -356,21 +383,6 @@ def _undisturbed() -> Iterator[None]:
         sys.setswitchinterval(interval)
         if collecting:
             gc.enable()
-
-
-def _alone() -> bool:
-    """Whether no other thread of Python's can allocate now."""
-    others = (thread for thread in threading.enumerate() if thread.name != WRITER)
-    return all(thread is threading.current_thread() for thread in others)
-
-
-def _after(last: Entry | None, entries: Sequence[Entry]) -> Sequence[Entry]:
-    """The entries behind ``last``; all of them if it was overwritten."""
-    if last is not None:
-        for number in range(len(entries) - 1, -1, -1):
-            if entries[number] == last:
-                return entries[number + 1 :]
-    return entries
 
 
 def _of_device(snapshot: Mapping[str, Any], index: int) -> list[Mapping[str, Any]]:

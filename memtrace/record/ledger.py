@@ -99,8 +99,9 @@ class Ledger:
         self.failure: OSError | None = None
         self.events_written = 0
         self.events_dropped = 0
-        #: Whether the history of CUDA's allocator tells of the storages there.
-        self.cuda_elsewhere = False
+        #: Threads that allocate on CUDA, where its allocator's history tells of the storages there;
+        #: None: it doesn't.
+        self.cuda_threads: weakref.WeakSet[threading.Thread] | None = None
         #: Tensors that have none (sparse, opaque) and so could not be booked.
         self.without_storage = 0
         self.peak_buffer_bytes = 0

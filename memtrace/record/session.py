@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from memtrace import components, scopes
 from memtrace.errors import MemtraceError
-from memtrace.record.cuda import WRITER, CudaSource, unsupported
+from memtrace.record.cuda import CudaSource, unsupported
 from memtrace.record.enter import enter_run
 from memtrace.record.following import follow
 from memtrace.record.ledger import Frame, Ledger
@@ -98,6 +98,7 @@ class Session:
         self._rules = Rules(self._ledger, self._place, self.source)
         self._want_cuda = source == "auto"
         self._cuda: CudaSource | None = None
+        self._older: list[threading.Thread] = []  # threads from before the recording
         self._cuda_unseen: str | None = None
         self._stop = threading.Event()
         self._writer: threading.Thread | None = None
@@ -126,6 +127,9 @@ class Session:
             raise MemtraceError("this process is being recorded already")
         self._write_manifest("recording")
         Session._active = self
+        self._older = [
+            one for one in threading.enumerate() if one is not threading.current_thread()
+        ]
         self.source()
         self._rules.install()
         scopes.attach(self)
@@ -187,7 +191,7 @@ class Session:
         return self._ledger.events_written
 
     def _start_writer(self) -> None:
-        self._writer = threading.Thread(target=self._write, name=WRITER, daemon=True)
+        self._writer = threading.Thread(target=self._write, name="memtrace-writer", daemon=True)
         self._writer.start()
 
     def _write(self) -> None:
@@ -261,10 +265,10 @@ class Session:
         try:
             reason = unsupported()
             if reason is None:
-                cuda = CudaSource(self._ledger, self._place, self._stacks)
+                cuda = CudaSource(self._ledger, self._place, self._stacks, self._older)
                 cuda.start()
                 self._cuda = cuda
-                self._ledger.cuda_elsewhere = True
+                self._ledger.cuda_threads = cuda.working
                 Within.announce = cuda.announce
                 _leave()
                 cuda.of_thread()
@@ -353,7 +357,7 @@ class Session:
             raise
         finally:
             if self._cuda is not None:
-                self._cuda.drain()
+                self._cuda.request_ended()
             ledger.request(
                 (
                     name,

@@ -10,6 +10,7 @@ whatever is asked of an unknown operator or tensor may fail, and then counts as 
 """
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -169,7 +170,9 @@ class TensorSource(TorchDispatchMode):
             with torch._C.DisableTorchFunction():
                 for device, storage in self.storages(out):
                     ref = self._ledger.find(storage)
-                    if self._ledger.cuda_elsewhere and device.startswith("cuda"):
+                    elsewhere = self._ledger.cuda_threads
+                    if elsewhere is not None and device.startswith("cuda"):
+                        elsewhere.add(threading.current_thread())
                         continue
                     if ref is None:
                         free = self._ledger.context(Action.FREE, device, self._frame().component, 0)

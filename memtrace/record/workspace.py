@@ -6,6 +6,7 @@ size is that of many a tensor. So a dispatch mode watches a thread up to its fir
 what that allocates is ``backend``, but for what it returns.
 """
 
+import threading
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ class FirstProduct(TorchDispatchMode):
         self._source = source
         self._ledger = ledger
         self._place = place
+        self._working = False
         #: Whether there is nothing left to see.
         self.over = False
 
@@ -58,6 +60,9 @@ class FirstProduct(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         source = self._source
+        if not self._working:
+            self._working = True
+            source.working.add(threading.current_thread())
         if source.due:
             source.drain()
         name = func._schema.name if isinstance(func, torch._ops.OpOverload) else ""
