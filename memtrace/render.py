@@ -18,6 +18,7 @@ from memtrace.analysis.process import Samples
 from memtrace.analysis.summary import AccountSummary, Request, Summary, Values
 from memtrace.components import COLOURS, LIVE_COMPONENTS
 from memtrace.sizes import format_size
+from memtrace.trace.manifest import Knowledge
 
 UNKNOWN = "unknown"
 #: Width of the widest size. Longer headers wrap, so that a table of sizes fits in 80 columns.
@@ -83,6 +84,10 @@ def header(summary: Summary) -> Table:
     rows["recording"] = _recording(summary)
     if summary.death is not None:
         rows["ended"] = "\n- ".join([summary.death.verdict, *summary.death.evidence])
+    if one is not None and one.headroom is not None:
+        rows["device"] = _headroom(one)
+    elif summary.knowledge is Knowledge.VIRTUAL:
+        rows["device"] = "the virtual card was never used: this ran on the CPU, and was computed"
     found = [process.values for process in summary.processes if process.values]
     if found:
         rows["values"] = _values(found)
@@ -92,7 +97,8 @@ def header(summary: Summary) -> Table:
         rows["classified"] = f"by rules of {', '.join(summary.rules)}"
     buffers = [process.buffers for process in summary.processes if process.buffers]
     if buffers:
-        rows["recorder"] = f"{format_size(max(buffers))} of buffers at most, part of external"
+        where = "in host memory" if one is not None and one.device != "cpu" else "part of external"
+        rows["recorder"] = f"{format_size(max(buffers))} of buffers at most, {where}"
     if one is not None:
         rows["identities"] = (
             f"hold at all {one.identities.events:,} events"
@@ -102,6 +108,18 @@ def header(summary: Summary) -> Table:
     for key, value in rows.items():
         table.add_row(Text(key, style="dim"), Text(value))
     return table
+
+
+def _headroom(one: AccountSummary) -> str:
+    """The card, the most that was reserved on it, and what was left."""
+    context = "a CUDA context's size isn't known and not counted"
+    if one.context is not None:
+        context = f"with {format_size(one.context)} for a CUDA context"
+    left = f"{format_size(one.headroom or 0)} were left"
+    return (
+        f"{one.device_name}, {size(one.device_total)}: {size(one.reserved_peak)} reserved at most, "
+        f"{left}" + (f" ({context})" if one.memory.missing else "")
+    )
 
 
 def _values(found: Sequence[Values]) -> str:
@@ -172,6 +190,8 @@ def _recording(summary: Summary) -> str:
         text = f"complete; exit code {summary.exit_code}"
     else:
         text = "complete"
+    if summary.complete and any(one.state == "recording" for one in summary.processes):
+        text += "; a process was killed, and what it did in its last moment isn't in the trace"
     return f"{text}; {lost:,} bytes after the last whole batch dropped" if lost else text
 
 
@@ -216,6 +236,9 @@ def equations(one: AccountSummary) -> Table:
     table.add_row()
     note = "no caching allocator on the CPU" if one.device == "cpu" else "reserved - allocated"
     process_row(swatch("allocator"), peak.allocator, one.own_peaks["allocator"], note)
+    if one.device != "cpu" and peak.allocator is not None:
+        reserved = Text("reserved", style="bold")
+        process_row(reserved, peak.allocated + peak.allocator, one.reserved_peak, "both")
     note = "process - reserved"
     process_row(swatch("external"), peak.external, one.own_peaks["external"], note)
     for label, value, part_note in _external(one):

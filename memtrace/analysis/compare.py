@@ -99,7 +99,8 @@ def _verdicts(first: Side, other: Side) -> list[str]:
     ratio = ""
     if min(ours, theirs) > 0 and ours != theirs:
         word = "less" if ours < theirs else "more"
-        ratio = f", {max(ours, theirs) / min(ours, theirs):.1f} times {word}"
+        factor = f"{max(ours, theirs) / min(ours, theirs):.1f}"
+        ratio = "" if factor == "1.0" else f", {factor} times {word}"
     found.append(
         f"Above the steady state it takes {format_size(ours)} where {first.name} takes "
         f"{format_size(theirs)}{ratio}."

@@ -82,7 +82,10 @@ def _differences(terms: Terms, baseline: Terms) -> dict[str, int | None]:
 
 def _account(one: AccountSummary | None, top: int) -> dict[str, Any]:
     if one is None:
-        keys = ("peak", "own_peak", "live_peak", "end", "above_steady", "identities", "beside")
+        keys = (
+            *("peak", "own_peak", "live_peak", "end", "above_steady", "identities", "beside"),
+            *("device_name", "reserved_peak", "headroom"),
+        )
         return dict.fromkeys(keys) | {"top": []}
     return {
         "peak": {
@@ -96,6 +99,9 @@ def _account(one: AccountSummary | None, top: int) -> dict[str, Any]:
         },
         "own_peak": dict(one.own_peaks) | dict(one.details),
         "live_peak": one.live_peak,
+        "device_name": one.device_name,
+        "reserved_peak": one.reserved_peak,
+        "headroom": one.headroom,
         "end": _balance(one.end),
         "above_steady": one.above_steady,
         "identities": {

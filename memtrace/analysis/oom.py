@@ -52,8 +52,8 @@ class Oom:
                 f"{wanted} were asked for and would fit in what is free, in pieces: "
                 f"{format_size(cached)} inside reserved memory, the largest block "
                 f"{format_size(self.largest_free_block)}, and {format_size(self.free)} on the "
-                "device. That is fragmentation; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
-                "is made for it."
+                "device. As far as this request goes that is fragmentation, which "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is made for."
             )
         outside = self.outside
         held = f"{format_size(self.allocated)} are allocated"

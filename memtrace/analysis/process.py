@@ -93,7 +93,7 @@ def gpu(trace: Trace, process: ProcessTrace, device: str) -> tuple[str | None, s
     if not known:
         sampling = trace.manifest.get("sampling") or {}
         return None, sampling.get("nvml") or "no launcher sampled it"
-    own = _cuda_device(process, device).get("uuid")
+    own = cuda_device(process, device).get("uuid")
     if own is not None:
         found = [uuid for uuid in known if _bare(uuid) == _bare(own)]
         if found:
@@ -118,7 +118,7 @@ def beside(
     """
     if device.partition(":")[0] != "cuda":
         return {}, None
-    total = _cuda_device(process, device).get("total_memory")
+    total = cuda_device(process, device).get("total_memory")
     found = {"pinned": _rows(trace, process, "pinned")}
     uuid, _ = gpu(trace, process, device)
     if uuid is not None:
@@ -162,18 +162,23 @@ def _statuses(trace: Trace) -> dict[str, str]:
     return {gpu["uuid"]: gpu["status"] for gpu in gpus}
 
 
-def _cuda_device(process: ProcessTrace, device: str) -> Mapping[str, Any]:
+def cuda_device(process: ProcessTrace, device: str) -> Mapping[str, Any]:
     """What the process itself said of a CUDA device; empty if it didn't."""
     ordinal = int(device.partition(":")[2] or 0)
     devices = (process.manifest.get("cuda") or {}).get("devices") or []
     return next((one for one in devices if one.get("ordinal") == ordinal), {})
 
 
-def _catalogued(trace: Trace, device: str) -> str:
-    """What the catalogue of devices says of a context on a virtual one, if it says something."""
+def catalogued_context(trace: Trace, device: str) -> int | None:
+    """What the catalogue says that a CUDA context takes on a virtual device, in bytes."""
     devices = (trace.manifest.get("virtual_gpu") or {}).get("devices") or []
     number = int(device.partition(":")[2] or 0)
-    context = devices[number].get("context") if number < len(devices) else None
+    context: int | None = devices[number].get("context") if number < len(devices) else None
+    return context
+
+
+def _catalogued(trace: Trace, device: str) -> str:
+    context = catalogued_context(trace, device)
     return "" if context is None else f"; on such a card a context takes {format_size(context)}"
 
 

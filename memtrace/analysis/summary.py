@@ -17,6 +17,8 @@ from memtrace.analysis.process import (
     ProcessMemory,
     Samples,
     beside,
+    catalogued_context,
+    cuda_device,
     process_memory,
     process_terms,
     samples,
@@ -35,7 +37,10 @@ class AccountSummary:
     peak: Balance  # at the peak of allocated
     external: External | None  # of that balance
     beside: Mapping[str, Samples]  # memory that is no term of the equations; analysis/process.py
+    device_name: str | None  # None on the CPU
     device_total: int | None
+    context: int | None  # what a CUDA context takes on a virtual card, by the catalogue
+    reserved_peak: int | None
     place: Place  # of that event
     own_peaks: Mapping[str, int | None]  # of every component, allocator and external too
     details: Mapping[str, int]  # own peaks of KV_res/full and the like
@@ -45,6 +50,13 @@ class AccountSummary:
     top: tuple[Group, ...]
     identities: Identities
     ooms: tuple[Oom, ...]
+
+    @property
+    def headroom(self) -> int | None:
+        """What was left on the device at the peak of reserved, less a context that is known."""
+        if self.device_total is None or self.reserved_peak is None:
+            return None
+        return self.device_total - (self.context or 0) - self.reserved_peak
 
     @property
     def pid(self) -> int:
@@ -242,7 +254,10 @@ def _account(trace: Trace, account: Account, memory: ProcessMemory) -> AccountSu
         peak=at_peak,
         external=split(account, memory, at_peak),
         beside=others,
+        device_name=cuda_device(account.process, account.device).get("name"),
         device_total=device_total,
+        context=catalogued_context(trace, account.device),
+        reserved_peak=None if account.reserved is None else account.reserved.peak,
         place=place(account.process, int(scope)),
         own_peaks=own_peaks,
         details={name: series.peak for name, series in account.details.items()},

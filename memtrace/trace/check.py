@@ -36,7 +36,14 @@ PROCESS: Mapping[str, Any] = {
     "start_ticks": int,
     "rank": int,
     "cuda": {
-        "devices": [{"ordinal": int, "uuid": (str, type(None)), "total_memory": (int, type(None))}]
+        "devices": [
+            {
+                "ordinal": int,
+                "name": (str, type(None)),
+                "uuid": (str, type(None)),
+                "total_memory": (int, type(None)),
+            }
+        ]
     },
     "argv": [str],
     "state": str,

@@ -28,6 +28,7 @@ def enter(torch: ModuleType) -> None:
     when_imported("torch.utils._triton", _hide_triton)
     when_imported("torch._inductor.scheduler", _refuse_inductor)
     when_imported("triton.runtime.jit", _refuse_triton)
+    when_imported("transformers.generation.utils", _run_uncompiled)
     from memtrace.virtual_gpu import values  # it needs torch, and no other process needs it
 
     values.start()
@@ -64,6 +65,13 @@ def _refusing(sentence: str) -> Any:
         raise RuntimeError(sentence)
 
     return refuse
+
+
+def _run_uncompiled(utils: ModuleType) -> None:
+    """``generate()`` compiles a model with a static cache by itself, but on a card only."""
+    mixin = utils.GenerationMixin
+    if hasattr(mixin, "_valid_auto_compile_criteria"):
+        mixin._valid_auto_compile_criteria = lambda *_, **__: False
 
 
 def _refuse_nccl(distributed: ModuleType) -> None:

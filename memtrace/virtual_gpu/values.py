@@ -245,6 +245,8 @@ def start() -> None:
     # show the copy, as fake tensors need it too.
     torch._C._set_only_lift_cpu_tensors(True)
     values_graphs.follow(_known)
+    for maker in ("tensor", "as_tensor", "asarray"):
+        setattr(torch, maker, _of_host_values(getattr(torch, maker)))
     plain = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
     @functools.wraps(plain)
@@ -256,6 +258,25 @@ def start() -> None:
             _leave()  # PyTorch must not find it in a thread that Python has let go
 
     threading.Thread._bootstrap_inner = bootstrap  # type: ignore[attr-defined]
+
+
+def _of_host_values(plain: Any) -> Any:
+    """A maker of tensors that reads tensors inside its data where the mode sees it.
+
+    PyTorch reads the elements of a sequence with every mode switched off.
+    """
+
+    @functools.wraps(plain)
+    def make(data: Any, *args: Any, **kwargs: Any) -> Any:
+        return plain(_on_host(data), *args, **kwargs)
+
+    return make
+
+
+def _on_host(data: Any) -> Any:
+    if type(data) not in (list, tuple):
+        return data
+    return [one.cpu() if isinstance(one, Tensor) and one.is_cuda else _on_host(one) for one in data]
 
 
 def _enter() -> None:

@@ -69,8 +69,18 @@ def test_the_same_script_completes_on_a_larger_card(cache: Path, tmp_path: Path)
     found = report(tmp_path)
     assert found["oom"] is None
     assert found["own_peak"]["other"] < 0.02 * found["peak"]["allocated"]
+    total = found["beside"]["device_total"]
+    assert found["headroom"] == total - found["reserved_peak"] > 0
+    text = run("report", "run", cwd=tmp_path).stdout
+    assert "NVIDIA H100 80GB HBM3" in text
+    assert f"{found['reserved_peak'] / 2**30:.2f} GiB reserved at most" in text
     values = [process["values"] for process in found["processes"]]
     assert [one["unknown_reads"] for one in values] == [0]
+
+
+def test_a_card_that_was_never_used_is_said_to_be(cache: Path, tmp_path: Path) -> None:
+    assert record(tmp_path, "l4-24g", "-c", "import torch; torch.ones(9)").returncode == 0
+    assert "the virtual card was never used" in run("report", "run", cwd=tmp_path).stdout
 
 
 CHILD = """
@@ -165,6 +175,8 @@ def test_an_oom_is_kept_even_if_the_process_ends_at_once(cache: Path, tmp_path: 
     assert found["oom"]["allocated"] == 20 << 30
     assert "missing however memory is arranged" in found["oom"]["verdict"]
     assert found["death"]["signal"] == 9
+    text = run("report", "run", cwd=tmp_path).stdout
+    assert "a process was killed, and what it did in its last moment" in " ".join(text.split())
 
 
 def test_a_killed_process_leaves_its_finished_requests(cache: Path, tmp_path: Path) -> None:

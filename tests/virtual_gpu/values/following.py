@@ -365,3 +365,16 @@ def test_nobody_else_sees_what_happens_on_the_host():
     with _disable_current_modes():
         plain = seen()
     assert followed == plain
+
+
+def test_tensors_inside_the_data_of_a_tensor_are_read(reads):
+    known = torch.tensor([3, 1], device="cuda")
+    assert torch.tensor([known[0], known[1]]).tolist() == [3, 1]
+    assert torch.as_tensor([[known[0], 2], [4, known[1]]], device="cuda").tolist() == [
+        [3, 2],
+        [4, 1],
+    ]
+    assert torch.tensor((known[1],)).dtype == torch.int64
+    assert reads() == 0
+    torch.tensor([torch.rand(2, device="cuda")[0]])
+    assert reads() == 1

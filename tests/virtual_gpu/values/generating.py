@@ -63,7 +63,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "sampled beams": {"num_beams": 3, "do_sample": True},
     "left-padded": {"padded": True},
     "left-padded beams": {"padded": True, "num_beams": 2},
-    "static cache": {"cache_implementation": "static", "disable_compile": True},
+    "static cache": {"cache_implementation": "static"},
     "assisted": {"assisted": True},
 }
 
