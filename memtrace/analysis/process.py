@@ -163,16 +163,23 @@ def _statuses(trace: Trace) -> dict[str, str]:
 
 
 def cuda_device(process: ProcessTrace, device: str) -> Mapping[str, Any]:
-    """What the process itself said of a CUDA device; empty if it didn't."""
-    ordinal = int(device.partition(":")[2] or 0)
+    """What the process itself said of a CUDA device; empty if it didn't, or it is none."""
+    ordinal = _ordinal(device)
     devices = (process.manifest.get("cuda") or {}).get("devices") or []
     return next((one for one in devices if one.get("ordinal") == ordinal), {})
+
+
+def _ordinal(device: str) -> int | None:
+    kind, _, number = device.partition(":")
+    return int(number or 0) if kind == "cuda" else None
 
 
 def catalogued_context(trace: Trace, device: str) -> int | None:
     """What the catalogue says that a CUDA context takes on a virtual device, in bytes."""
     devices = (trace.manifest.get("virtual_gpu") or {}).get("devices") or []
-    number = int(device.partition(":")[2] or 0)
+    number = _ordinal(device)
+    if number is None:
+        return None
     context: int | None = devices[number].get("context") if number < len(devices) else None
     return context
 

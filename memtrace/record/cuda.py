@@ -265,11 +265,11 @@ class CudaSource:
 
     def _drain(self) -> None:
         before = [_counts(torch._C._cuda_memoryStats(i)) for i in range(len(self._histories))]
+        # Between reading and clearing another thread could allocate, and its entries would be lost.
+        # So where there is one the history stays while there is room, and what was read before is
+        # skipped. Without room the few events that are lost then are counted as missed.
+        cleared = self._alone() or max(self._read, default=0) > RING // 2
         snapshot = torch.cuda.memory._snapshot()
-        # Between the two another thread could allocate, and its entries would be lost. So where
-        # there is one the history stays while there is room, and what was read before is skipped.
-        held = max((len(entries) for entries in snapshot["device_traces"]), default=0)
-        cleared = self._alone() or held > RING // 2
         if cleared:
             self._record("all")
         timed = self._timed.take()

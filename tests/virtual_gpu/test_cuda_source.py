@@ -174,4 +174,4 @@ def test_nothing_is_missed_while_threads_allocate_without_a_pause(
     account = checked(tmp_path / "run", boundaries)
     assert account.process.manifest["cuda"]["missed"] == 0
     allocations = actions(account, 0, boundaries[0][0]).count(Action.ALLOC)
-    assert allocations == 3 * 20_000
+    assert allocations == 3 * 12_000

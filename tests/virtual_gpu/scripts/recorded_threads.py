@@ -17,9 +17,9 @@ torch.empty(1, device="cuda")
 def work(number: int) -> None:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        for step in range(20_000):
+        for step in range(12_000):
             block = torch.empty(600 + number + 512 * (step % 5), device="cuda")
-            if step % 2000 == 0:
+            if step % 1200 == 0:
                 kept.append(block)
 
 

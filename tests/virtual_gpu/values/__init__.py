@@ -6,10 +6,10 @@ pytest doesn't collect them by itself: their names don't begin with ``test_``.
 import torch
 
 from memtrace.virtual_gpu import values
+from memtrace.virtual_gpu.child import enter
 
 torch.set_num_threads(1)  # small operators on shared cores: more threads only wait for each other
-torch.backends.cuda.enable_cudnn_sdp(False)
-values.start()
+enter(torch)
 
 
 def unread() -> int:
