@@ -163,8 +163,8 @@ def measure_cuda(name: str, runs: int, folder: Path) -> dict[str, object]:
 def measure_long_prompt(runs: int, folder: Path) -> dict[str, Any]:
     """Wall time of recording TideKV with Llama-3.1-8B's shapes on a virtual card."""
     command = [sys.executable, "-m", "tidekv", "run", "--model", "llama-3.1-8b"]
-    command += ["--prompt-tokens", "131000", "--budget", "4096", "--chunk-size", "8192"]
-    command += ["--max-new-tokens", "2", "--device", "cuda", "--schedule", "layer_major"]
+    command += ["--prompt-tokens", "131000", "--budget", "4096", "--chunk-size", "16384"]
+    command += ["--max-new-tokens", "1", "--device", "cuda", "--schedule", "layer_major"]
     seconds = []
     for number in range(runs):
         trace = folder / f"long-{number}.memtrace"

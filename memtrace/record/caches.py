@@ -16,6 +16,7 @@ tuples that are returned   they are workspace while the model runs; so they stay
 =========================  ====================================================================
 """
 
+import weakref
 from collections.abc import Iterator
 from types import FunctionType, ModuleType
 from typing import Any
@@ -59,6 +60,7 @@ class Caches:
 
     def __init__(self, wrapping: Wrapping) -> None:
         self._wrapping = wrapping
+        self._booked: weakref.WeakSet[Any] = weakref.WeakSet()  # layers of caches
         self._rule = Rule(_FULL, ("module", "cache"))
         #: Whether a class has methods that are followed.
         self._classes: dict[type, bool] = {}
@@ -108,9 +110,14 @@ class Caches:
         layer = kwargs.get("layer_idx")
         if layer is None:
             layer = next((value for value in args if type(value) is int), None)
-        self._stored(cache, layer)
+        self._stored(cache, layer, (*args, *kwargs.values()))
 
-    def _stored(self, cache: object, layer: int | None = None) -> None:
+    def _stored(self, cache: object, layer: int | None = None, given: tuple[Any, ...] = ()) -> None:
+        """Book what a cache keeps.
+
+        What a layer that was booked before has new was made where caches store, and so belongs
+        there, unless it is what the method was ``given``.
+        """
         attributes = attributes_of(cache)
         layers = attributes.get("layers")
         if not isinstance(layers, list):  # one list or mapping by layer for each kind of state
@@ -118,8 +125,19 @@ class Caches:
                 self._book(_item(value, layer), _FULL)
             return
         for one in layers if layer is None else layers[layer : layer + 1]:
+            again = self._was_booked(one)
             for name, value in list(attributes_of(one).items()):
-                self._book(value, _COMPACT if name.startswith("_quantized") else _FULL)
+                compact = name.startswith("_quantized")
+                if compact or not again or any(value is other for other in given):
+                    self._book(value, _COMPACT if compact else _FULL)
+
+    def _was_booked(self, layer: object) -> bool:
+        try:
+            found = layer in self._booked
+            self._booked.add(layer)
+        except TypeError:  # of a class that can't be hashed or referred to weakly
+            return False
+        return found
 
     def _book(self, value: object, component: str) -> None:
         # Most attributes are one tensor or none, and this runs at every step of every layer.
