@@ -7,7 +7,7 @@ A *tensor component* is a label on a storage. It may carry a detail after a slas
 (``KV_res/full``, ``KV_res/compact``); sums and budgets use the part before it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 #: Every byte of a storage belongs to exactly one of these, in display order.
 TENSOR_COMPONENTS = ("model", "KV_res", "Hidden", "Act", "Temp", "backend", "other")
@@ -48,6 +48,11 @@ def base(component: str) -> str:
             "optionally followed by /detail"
         )
     return name
+
+
+def among(component: str, only: Collection[str] | None) -> bool:
+    """Whether a component is one of ``only``, with its detail or without; None: of any."""
+    return only is None or component in only or component.partition("/")[0] in only
 
 
 def allocated(components: Mapping[str, int]) -> int:

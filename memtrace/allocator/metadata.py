@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import quote, unquote
 
-from memtrace.components import base
+from memtrace.components import among, base
 
 BIRTH, RETAG, BORN = "memtrace:", "memtrace>", "memtrace<"
 #: Left as they are in names; ``|``, ``=``, ``?``, ``%`` and control characters are not.
@@ -36,10 +36,7 @@ class Retag:
 
     def applies(self, component: str) -> bool:
         """Whether a block of ``component`` changes to ours."""
-        if component == self.component:
-            return False
-        only = self.only
-        return only is None or component in only or component.partition("/")[0] in only
+        return component != self.component and among(component, self.only)
 
 
 class Books(Protocol):

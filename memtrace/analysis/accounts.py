@@ -124,8 +124,7 @@ class Account:
         Threads may have written theirs a little out of order.
         """
         time_us = self.process.events["time_us"]
-        devices = np.array([device == self.device for device in self.process.contexts["device"]])
-        here = devices[self.process.events["context"]]
+        here = self.here[self.process.events["context"]]
         first = time_us[here.argmax()]
         return np.maximum.accumulate(np.where(here, time_us, first))
 
@@ -142,6 +141,11 @@ class Account:
         return np.searchsorted(self.time_us, time_us, side="right") - 1
 
     @cached_property
+    def here(self) -> np.ndarray:
+        """Which contexts are of this device: bool, one a row."""
+        return self.process.contexts_on(self.device)
+
+    @cached_property
     def _labels(self) -> dict[str, int]:
         """A number for each component that a context of this process names."""
         contexts = self.process.contexts
@@ -153,9 +157,7 @@ class Account:
 
     def _where(self, action: Action) -> np.ndarray:
         """1 for each context of this action on this device, else 0 (int8)."""
-        contexts = self.process.contexts
-        here = np.array([device == self.device for device in contexts["device"]], dtype=bool)
-        return (here & (contexts["action"] == action)).astype(np.int8)
+        return (self.here & (self.process.contexts["action"] == action)).astype(np.int8)
 
     @cached_property
     def moves(self) -> tuple[np.ndarray, np.ndarray]:

@@ -73,8 +73,7 @@ class Oom:
 def ooms(account: Account, total: int | None) -> list[Oom]:
     """The out-of-memory errors of an account, in order; ``total``: bytes of its device."""
     contexts, events = account.process.contexts, account.process.events
-    here = np.array([device == account.device for device in contexts["device"]], dtype=bool)
-    failed = here & (contexts["action"] == Action.OOM)
+    failed = account.here & (contexts["action"] == Action.OOM)
     return [_oom(account, int(event), total) for event in np.flatnonzero(failed[events["context"]])]
 
 

@@ -200,8 +200,7 @@ def _sole(trace: Trace, process: ProcessTrace, device: str, uuid: str) -> list[t
     So it is known in a container too, where NVML has other process ids. Wrong where a server holds
     the memory of several processes (MPS) and is listed as the only one.
     """
-    here = np.array([name == device for name in process.contexts["device"]], dtype=bool)
-    times = process.events["time_us"][here[process.events["context"]]]
+    times = process.events["time_us"][process.contexts_on(device)[process.events["context"]]]
     if len(times) == 0:
         return []
     rows = trace.sampled.get(None, {}).get(f"nvml-sole:{uuid}", [])

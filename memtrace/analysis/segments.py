@@ -155,8 +155,7 @@ def layout_at(account: Account, event: int) -> Layout | None:
     events, contexts = account.process.events, account.process.contexts
     count = event + 1
     context = events["context"][:count]
-    here = np.array([device == account.device for device in contexts["device"]], dtype=bool)
-    action = np.where(here, contexts["action"], -1)[context]
+    action = np.where(account.here, contexts["action"], -1)[context]
     rows = _Rows(
         action,
         events["id"][:count],

@@ -155,8 +155,7 @@ class _Export:
         """The device's history, without the events that only say what was there before it."""
         events, contexts = self._process.events, self._process.contexts
         context = events["context"]
-        here = np.array([device == account.device for device in contexts["device"]], dtype=bool)
-        rows = np.flatnonzero(here[context])
+        rows = np.flatnonzero(account.here[context])
         seeds = self._seeds(rows)
         entries: list[dict[str, Any]] = []
         if seeds:

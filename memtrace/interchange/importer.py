@@ -24,7 +24,7 @@ from memtrace.errors import MemtraceError, TraceError
 from memtrace.interchange import ours
 from memtrace.interchange.phases import intervals, scopes_at
 from memtrace.interchange.snapshot import Data, Device, Snapshot, parse
-from memtrace.interchange.tables import Tables, append_rows, clean, new_folder
+from memtrace.interchange.tables import Tables, clean, new_folder
 from memtrace.interchange.unpickle import read_pickle, without_collections
 from memtrace.sizes import format_size
 from memtrace.trace.check import check_process, check_run
@@ -87,10 +87,10 @@ def import_snapshot(path: Path, run: Path, watch: Watch = lambda entries, _: ent
         tables.mkdir()
         made.tables.write(tables, made.events)
         with TableWriter(tables) as writer:
-            append_rows(writer, "samples", kept.samples)
-            append_rows(writer, "requests", kept.requests)
+            writer.append_rows("samples", kept.samples)
+            writer.append_rows("requests", kept.requests)
         with TableWriter(folder) as writer:
-            append_rows(writer, "samples", kept.outside)
+            writer.append_rows("samples", kept.outside)
         write_manifest(tables, process)
         write_manifest(folder, root | {"files": file_checksums(folder)})
     return Imported(

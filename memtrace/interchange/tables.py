@@ -1,7 +1,7 @@
 """The tables of one process of a run that is made from another tool's file."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -85,19 +85,11 @@ class Tables:
                 ("stacks", [(frames,) for frames in self._stacks]),
                 ("contexts", list(self._contexts)),
             ):
-                append_rows(writer, table, rows)
+                writer.append_rows(table, rows)
             names = TABLES["events"].names
             for start in range(0, len(events), _BATCH):
                 columns = events[start : start + _BATCH].reshape(-1, FIELDS).T
                 writer.append("events", dict(zip(names, columns, strict=True)))
-
-
-def append_rows(writer: TableWriter, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
-    """Append rows in the order of the schema's columns, a batch of some thousands at a time."""
-    names = TABLES[table].names
-    for start in range(0, len(rows), _BATCH // 8):
-        columns = zip(*rows[start : start + _BATCH // 8], strict=True)
-        writer.append(table, dict(zip(names, columns, strict=True)))
 
 
 def clean(text: str) -> str:

@@ -133,11 +133,12 @@ class Caches:
 
     def _was_booked(self, layer: object) -> bool:
         try:
-            found = layer in self._booked
+            if layer in self._booked:
+                return True
             self._booked.add(layer)
         except TypeError:  # of a class that can't be hashed or referred to weakly
-            return False
-        return found
+            pass
+        return False
 
     def _book(self, value: object, component: str) -> None:
         # Most attributes are one tensor or none, and this runs at every step of every layer.

@@ -226,18 +226,18 @@ class CudaSource:
 
     def look(self) -> None:
         """See how full the ring is; called from the writing thread."""
-        since = time.monotonic() - self._drained
+        now = time.monotonic()
         if self.due:
             # Best done by a thread that allocates, since what another does meanwhile is missed; but
             # a program without modules and scopes never asks.
-            if time.monotonic() - self._due_since > _PATIENCE_SECONDS:
+            if now - self._due_since > _PATIENCE_SECONDS:
                 self.drain()
             return
         for index, before in enumerate(self._counts):
             # An allocation is one entry, or two with its segment; a free is two.
             new = 2 * abs(sum(_counts(torch._C._cuda_memoryStats(index))) - sum(before))
-            if new >= _FULL or (new and since >= _STALE_SECONDS):
-                self.due, self._due_since = True, time.monotonic()
+            if new >= _FULL or (new and now - self._drained >= _STALE_SECONDS):
+                self.due, self._due_since = True, now
 
     def request_ended(self) -> None:
         """Drain at the border of a request, if this thread alone allocates.

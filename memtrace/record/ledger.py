@@ -312,9 +312,9 @@ class Ledger:
         # A storage is as large as was asked for.
         self._write_events(time_us, number, size, size, context)
         samples, self._samples = self._samples, []
-        self._append_rows("samples", samples)
+        self._writer.append_rows("samples", samples)
         requests, self._requests = self._requests, []
-        self._append_rows("requests", requests)
+        self._writer.append_rows("requests", requests)
 
     def _write_events(self, *columns: np.ndarray) -> None:
         """Append events, and before them every row that they name."""
@@ -324,14 +324,9 @@ class Ledger:
             ("contexts", self._contexts),
         ):
             new = interned.rows[interned.written :]
-            self._append_rows(table, new)
+            self._writer.append_rows(table, new)
             interned.written += len(new)
         self._writer.append("events", dict(zip(TABLES["events"].names, columns, strict=True)))
-
-    def _append_rows(self, table: str, rows: list[tuple[Any, ...]]) -> None:
-        if rows:
-            columns = zip(*rows, strict=True)
-            self._writer.append(table, dict(zip(TABLES[table].names, columns, strict=True)))
 
     def close(self) -> None:
         """Write the rest and end the tables."""

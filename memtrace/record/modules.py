@@ -23,8 +23,6 @@ anything else         other                       (backward passes and optimizer
 
 import sys
 import weakref
-from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -39,7 +37,6 @@ from torch.nn.parameter import is_lazy
 
 from memtrace.record.caches import Caches, attributes_of
 from memtrace.record.imports import when_imported
-from memtrace.record.ledger import Frame, Ledger
 from memtrace.record.rule import Function, Rule, Wrapping
 from memtrace.record.source import Source
 from memtrace.record.structure import Part, parts
@@ -81,20 +78,13 @@ class Rules:
     """Installs the rules into PyTorch and transformers, and takes them out again.
 
     Args:
-        ledger: the books.
-        place: holds the frame that the running code stands in.
-        source: gives the calling thread's source.
+        wrapping: puts functions inside rules.
     """
 
-    def __init__(
-        self, ledger: Ledger, place: ContextVar[Frame], source: Callable[[], Source]
-    ) -> None:
+    def __init__(self, wrapping: Wrapping) -> None:
         #: The language models that ran: class, layers, number and bytes of their parameters.
         self.models: list[dict[str, Any]] = []
-        self._ledger = ledger
-        self._place = place
-        self._source = source
-        self._wrapping = Wrapping(ledger, place, source)
+        self._wrapping = wrapping
         self._caches = Caches(self._wrapping)
         self._roles: dict[int, _Role] = {}
         self._roots: dict[int, _Root] = {}
@@ -124,8 +114,8 @@ class Rules:
     # -- modules -----------------------------------------------------------------------------
 
     def _registered(self, module: nn.Module, name: str, tensor: Tensor | None) -> None:
-        if tensor is not None and not is_lazy(tensor) and not self._place.get().explicit:
-            self._source().retag(tensor, "model")
+        if tensor is not None and not is_lazy(tensor) and not self._wrapping.place.get().explicit:
+            self._wrapping.source().retag(tensor, "model")
 
     def _follow_making(self) -> None:
         """Parameters are the model's before they are registered, and after ``.to()``."""
@@ -137,7 +127,8 @@ class Rules:
         self._wrapping.wrap(nn.Module, "_apply", in_model)
 
     def _call(self, plain: Function) -> Function:
-        roles, place, ledger = self._roles, self._place, self._ledger
+        wrapping = self._wrapping
+        roles, place, ledger = self._roles, wrapping.place, wrapping.ledger
         frame_of = place.get
 
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -167,7 +158,7 @@ class Rules:
         elif isinstance(value, dict):
             value = attributes_of(value).get("last_hidden_state")
         if isinstance(value, Tensor):
-            self._source().retag(value, component, only=_WORKSPACE)
+            self._wrapping.source().retag(value, component, only=_WORKSPACE)
 
     def _returned(self, out: Any) -> None:
         """Book what a model returned."""
@@ -181,7 +172,7 @@ class Rules:
 
     def _root(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Rule:
         """The rule of a module that is called from outside any other: a model."""
-        source = self._source()
+        source = self._wrapping.source()
         root = self._roots.get(id(module))
         if root is None or root.module() is not module:
             one, several = self._discover(module, source)

@@ -24,6 +24,7 @@ from memtrace.record.following import follow
 from memtrace.record.ledger import Frame, Ledger
 from memtrace.record.modules import Rules
 from memtrace.record.process import high_water, resident
+from memtrace.record.rule import Wrapping
 from memtrace.record.source import Source
 from memtrace.record.tensors import TensorSource, Within
 from memtrace.trace.manifest import read_manifest, write_manifest
@@ -95,7 +96,7 @@ class Session:
         # One variable a session: what a context still holds of an earlier one means nothing here.
         outermost = self._ledger.frame("other", 0, explicit=False)
         self._place = ContextVar("memtrace_frame", default=outermost)
-        self._rules = Rules(self._ledger, self._place, self.source)
+        self._rules = Rules(Wrapping(self._ledger, self._place, self.source))
         self._want_cuda = source == "auto"
         self._cuda: CudaSource | None = None
         self._older: list[threading.Thread] = []  # threads from before the recording

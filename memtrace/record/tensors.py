@@ -19,9 +19,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from memtrace.components import among
 from memtrace.record.ledger import Frame, Ledger
+from memtrace.record.mode import Mode
 from memtrace.trace.schema import Action
 
 #: Codes in ``Frame.ops`` that are no contexts.
@@ -69,7 +70,7 @@ def _is_composite(operator: Any) -> bool:
         return False
 
 
-class TensorSource(TorchDispatchMode):
+class TensorSource(Mode):
     """Feeds a ledger with the storages of one thread: a mode belongs to the thread that enters it.
 
     Args:
@@ -77,8 +78,6 @@ class TensorSource(TorchDispatchMode):
         place: holds the frame that the running code stands in; tasks of asyncio each have theirs.
         stacks: Python frames kept for each allocation; 0 keeps none.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(self, ledger: Ledger, place: ContextVar[Frame], stacks: int = 0) -> None:
         super().__init__()
@@ -96,21 +95,6 @@ class TensorSource(TorchDispatchMode):
     def ledger(self) -> Ledger:
         """Where the events go."""
         return self._ledger
-
-    def leave(self) -> bool:
-        """Take the mode from this thread; False where another one was entered over it."""
-        if _get_current_dispatch_mode() is not self:
-            return False
-        self.__exit__(None, None, None)
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # the wrapper that True puts around each call costs more than our own work
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The hot path: the usual operator, one new tensor on the CPU, is written out.
@@ -209,7 +193,7 @@ class TensorSource(TorchDispatchMode):
                 ref = ledger.find(storage)
                 if ref is None:
                     self._adopt(device, storage, component)
-                elif only is None or _among(ledger.component_of(ref), only):
+                elif among(ledger.component_of(ref), only):
                     ledger.retag(ref, component, self._frame().scope)
 
     def adopt(self, tensor: Tensor, component: str) -> None:
@@ -256,10 +240,6 @@ class Within:
         self._place.set(self._outer)
         if Within.announce is not None:
             Within.announce(self._outer.text)
-
-
-def _among(component: str, only: tuple[str, ...]) -> bool:
-    return component in only or component.partition("/")[0] in only
 
 
 def _stack(depth: int) -> tuple[str, ...]:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from memtrace.allocator.metadata import birth_text, born_text
 from memtrace.record.ledger import Frame, Ledger
+from memtrace.record.mode import Mode
 
 if TYPE_CHECKING:
     from memtrace.record.cuda import CudaSource
@@ -29,10 +29,8 @@ _PRODUCTS = {
 }
 
 
-class FirstProduct(TorchDispatchMode):
+class FirstProduct(Mode):
     """Watches one thread until its first matrix product on CUDA."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, source: "CudaSource", ledger: Ledger, place: ContextVar[Frame]) -> None:
         super().__init__()
@@ -42,21 +40,6 @@ class FirstProduct(TorchDispatchMode):
         self._working = False
         #: Whether there is nothing left to see.
         self.over = False
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # the wrapper that True puts around each call costs more than our own work
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def leave(self) -> bool:
-        """Take the mode from this thread; False where that can't be now."""
-        if _get_current_dispatch_mode() is not self:  # it is gone, or under another one
-            return False
-        self.__exit__(None, None, None)
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         source = self._source

@@ -142,6 +142,10 @@ class ProcessTrace:
         check_contexts(self.folder, contexts, scopes, stacks)
         return contexts
 
+    def contexts_on(self, device: str) -> np.ndarray:
+        """Which contexts name ``device``: bool, one a row."""
+        return np.array([name == device for name in self.contexts["device"]], dtype=bool)
+
     @cached_property
     def scopes(self) -> Columns:
         scopes = self._whole_columns("scopes", "parent")

@@ -10,6 +10,8 @@ import pyarrow as pa
 
 from memtrace.trace.schema import TABLES
 
+#: Rows of a batch that is made of Python's objects.
+_BATCH = 1 << 13
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="zstd", use_threads=False)
 
 
@@ -64,6 +66,16 @@ class TableWriter:
             self._files[table] = pa.OSFile(str(self._folder / f"{table}.arrow"), "wb")
             self._streams[table] = pa.ipc.new_stream(self._files[table], schema, options=_OPTIONS)
         self._streams[table].write_batch(batch)
+
+    def append_rows(self, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Append rows in the order of the schema's columns, a batch of some thousands at a time.
+
+        Raises:
+            OSError: the disk is full or the folder is gone.
+        """
+        for start in range(0, len(rows), _BATCH):
+            columns = zip(*rows[start : start + _BATCH], strict=True)
+            self.append(table, dict(zip(TABLES[table].names, columns, strict=True)))
 
     def close(self) -> None:
         """End every stream properly."""

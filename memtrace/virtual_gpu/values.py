@@ -26,12 +26,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import (
-    TorchDispatchMode,
     _get_current_dispatch_mode_stack,
     _pop_mode,
     _push_mode,
 )
 
+from memtrace.record.mode import Mode
 from memtrace.virtual_gpu import values_graphs
 from memtrace.virtual_gpu.values_choices import RULE, choose
 from memtrace.virtual_gpu.values_known import PLACES, UNKNOWN, Known
@@ -49,23 +49,13 @@ _ON_HOST, _MIRRORED, _UNKNOWN = 0, 1, 2
 _rules: dict[int, Rule] = {}
 
 
-class Values(TorchDispatchMode):
-    """Follows the values in one thread: a mode belongs to the thread that enters it."""
-
-    supports_higher_order_operators = True
+class Values(Mode):
+    """Follows the values in one thread."""
 
     def __init__(self, known: Known) -> None:
         super().__init__()
         self._known = known
         self._mirrors = known.mirrors.of
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # the wrapper that True puts around each call costs more than our own work
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The hot path: an operator on something unknown, which returns something unknown.

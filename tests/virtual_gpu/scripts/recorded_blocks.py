@@ -10,15 +10,10 @@ import threading
 import torch
 
 from memtrace.record.here import record_here
+from tests.virtual_gpu.scripts.counting import counted
 
 before = torch.empty(3 << 20, dtype=torch.int8, device="cuda")
 steps = {}
-
-
-def counted() -> dict[str, int]:
-    stats = torch.cuda.memory_stats()
-    names = ("allocated", "reserved", "active", "inactive_split", "requested")
-    return {name: stats[f"{name}_bytes.all.current"] for name in names}
 
 
 def block(size: int) -> torch.Tensor:

@@ -29,6 +29,7 @@ for name in args.without:
 
 from memtrace.record import cuda  # noqa: E402
 from memtrace.record.here import record_here  # noqa: E402
+from tests.virtual_gpu.scripts.counting import counted  # noqa: E402
 
 if args.ring:
     cuda.RING = args.ring
@@ -50,12 +51,6 @@ def answer(model: LlamaForCausalLM, length: int, steps: int) -> None:
     for _ in range(steps):
         out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         ids = out.logits[:, -1:].argmax(-1)
-
-
-def counted() -> dict[str, int]:
-    stats = torch.cuda.memory_stats()
-    names = ("allocated", "reserved", "active", "inactive_split", "requested")
-    return {name: stats[f"{name}_bytes.all.current"] for name in names}
 
 
 boundaries = []

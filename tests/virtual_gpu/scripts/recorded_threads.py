@@ -10,6 +10,7 @@ import threading
 import torch
 
 from memtrace.record.here import record_here
+from tests.virtual_gpu.scripts.counting import counted
 
 torch.empty(1, device="cuda")
 
@@ -32,7 +33,5 @@ with record_here(sys.argv[1]) as one:
         while thread.is_alive():
             thread.join(0.05)
             one.checkpoint()
-    stats = torch.cuda.memory_stats()
-    names = ("allocated", "reserved", "active", "inactive_split", "requested")
-    boundary = [one.checkpoint(), {n: stats[f"{n}_bytes.all.current"] for n in names}]
+    boundary = [one.checkpoint(), counted()]
 print(json.dumps([boundary]))

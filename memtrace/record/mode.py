@@ -1,0 +1,24 @@
+"""What our dispatch modes have in common: one for a thread, out of the way of torch.compile."""
+
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+
+class Mode(TorchDispatchMode):
+    """A dispatch mode of ours; it belongs to the thread that enters it."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper that True puts around each call costs more than our own work
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def leave(self) -> bool:
+        """Take the mode from this thread; False where it is gone, or under another one."""
+        if _get_current_dispatch_mode() is not self:
+            return False
+        self.__exit__(None, None, None)
+        return True
