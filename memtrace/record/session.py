@@ -324,7 +324,10 @@ class Session:
             self._closed = True
             self._detach()
             return
-        self._cuda = Within.announce = None  # CUDA doesn't survive a fork
+        if self._cuda is not None:  # CUDA doesn't survive a fork: nothing may ask it again
+            self._cuda.leave()
+            self._cuda.due = False
+        self._cuda = Within.announce = None
         self._ledger.restart(self._folder)
         self._start_writer()
 
