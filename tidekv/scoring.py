@@ -12,6 +12,7 @@ Shapes: B batch, Hq query heads, Hkv KV heads, G = Hq / Hkv, W window rows, S pr
 size, b a block of keys, K rows to choose.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +20,9 @@ import torch
 import torch.nn.functional as F
 
 SCORINGS = ("blockwise", "dense")
+
+#: Scores that are merged into the best so far at a time, if that is more than there are of those.
+_MERGED = 1024
 
 
 @dataclass(frozen=True)
@@ -39,79 +43,84 @@ class Rule:
         return pool(raw, self.kernel_size, stride=1, padding=self.kernel_size // 2)
 
 
-def top_dense(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    *,
-    scaling: float,
-    rule: Rule,
-    first: int,
-    count: int,
+def scores_dense(
+    queries: torch.Tensor, keys: torch.Tensor, *, scaling: float, rule: Rule
 ) -> torch.Tensor:
-    """The reference: all (W, S) weights at once. Arguments and result as :func:`top_blockwise`."""
+    """The reference: all (W, S) weights at once. Arguments and result as those blockwise."""
     window, rows = queries.shape[2], keys.shape[2]
     folded = _fold(queries, keys.shape[1], scaling)
-    logits = folded @ keys.to(folded.dtype).transpose(-1, -2)
-    logits = logits.unflatten(2, (-1, window))  # (B, Hkv, G, W, S)
+    logits = _logits(folded, keys).unflatten(2, (-1, window))  # (B, Hkv, G, W, S)
     logits[..., rows - window :].masked_fill_(_future(window, logits.device), float("-inf"))
-    raw = rule.heads(logits.softmax(-1)[..., : rows - window].sum(3))
-    scores = rule.pool(raw)[..., first:]
-    _, positions = scores.sort(dim=-1, descending=True, stable=True)
-    return positions[..., :count] + first
+    return rule.pool(rule.heads(logits.softmax(-1)[..., : rows - window].sum(3)))
 
 
-def top_blockwise(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    *,
-    scaling: float,
-    rule: Rule,
-    first: int,
-    count: int,
-    block_size: int,
+def scores_blockwise(
+    queries: torch.Tensor, keys: torch.Tensor, *, scaling: float, rule: Rule, block_size: int
 ) -> torch.Tensor:
-    """Positions of the ``count`` best keys in [first, S-W), best first.
+    """Scores of the keys before the window, (B, Hkv, S-W).
 
-    Two passes over blocks of keys: the softmax denominators, then the scores. Extra memory is
-    O(B·Hq·(W·block_size + count)), whatever S is.
+    Two passes over blocks of keys: the softmax denominators, then the scores. Extra memory is the
+    result and O(B·Hq·W·block_size), whatever S is.
 
     Args:
         queries: (B, Hq, W, D), the last W rows, rotated.
         keys: (B, Hkv, S, D), rotated.
         scaling: the factor on the logits.
+    """
+    prefix = keys.shape[2] - queries.shape[2]
+    halo = rule.kernel_size // 2  # neighbours that pooling reads on either side
+    dtype = torch.promote_types(queries.dtype, torch.float32)
+    scores = torch.empty(*keys.shape[:2], prefix, dtype=dtype, device=keys.device)
+    raw = scores.new_empty(*keys.shape[:2], 0)
+    done = base = 0  # scores so far; where raw begins
+    for weights in _weights(queries, keys, scaling, block_size):
+        # Raw scores are computed once and carried over: a maximum that wins on both sides of a
+        # block's border must be the same number on both.
+        raw = torch.cat((raw, rule.heads(weights.sum(3))), dim=-1)
+        del weights
+        seen = base + raw.shape[2]
+        ready = seen if seen == prefix else seen - halo
+        if ready > done:
+            scores[..., done:ready] = rule.pool(raw)[..., done - base : ready - base]
+            done, behind = ready, max(ready - halo, 0)
+            raw, base = raw[..., behind - base :].clone(), behind
+    return scores
 
-    Returns:
-        (B, Hkv, count), int64.
+
+def best(scores: torch.Tensor, *, first: int, count: int) -> torch.Tensor:
+    """Positions of the ``count`` best of (…, n) scores from ``first`` on, best first: (…, count).
+
+    Extra memory is O(count) per row, whatever n is.
+    """
+    top = scores[..., :0]
+    top_at = torch.empty_like(top, dtype=torch.int64)
+    step = max(count, _MERGED)
+    for start in range(first, scores.shape[-1], step):
+        block = scores[..., start : start + step]
+        at = torch.arange(start, start + block.shape[-1], device=scores.device).expand_as(block)
+        # Both parts are ordered by position within equal scores and these lie behind the best so
+        # far, so a stable sort keeps lower positions in front.
+        top, order = torch.cat((top, block), -1).sort(dim=-1, descending=True, stable=True)
+        top, order = top[..., :count].clone(), order[..., :count]
+        top_at = torch.cat((top_at, at), -1).gather(-1, order)
+    return top_at
+
+
+def _weights(
+    queries: torch.Tensor, keys: torch.Tensor, scaling: float, block_size: int
+) -> Iterator[torch.Tensor]:
+    """Attention of the window to the keys before it, block by block: (B, Hkv, G, W, b).
+
+    A block must be let go before the next is asked for: one is alive at a time.
     """
     window, prefix = queries.shape[2], keys.shape[2] - queries.shape[2]
     folded = _fold(queries, keys.shape[1], scaling)
     peak, total = _denominators(folded, keys, window, block_size)
-
-    halo = rule.kernel_size // 2  # neighbours that pooling reads on either side
-    position, base = first, max(first - halo, 0)  # the next to score; where raw begins
-    raw = folded.new_empty(*keys.shape[:2], 0)
-    best = torch.empty_like(raw)
-    best_at = torch.empty_like(raw, dtype=torch.int64)
-    for start in range(base, prefix, block_size):
-        stop = min(start + block_size, prefix)
-        weights = _logits(folded, keys[:, :, start:stop]).sub_(peak).exp_().div_(total)
-        # Raw scores are computed once and carried over: a maximum that wins on both sides of a
-        # block's border must be the same number on both.
-        raw = torch.cat((raw, rule.heads(weights.unflatten(2, (-1, window)).sum(3))), dim=-1)
-        del weights
-        ready = stop if stop == prefix else stop - halo
-        if ready <= position:
-            continue
-        scores = rule.pool(raw)[..., position - base : ready - base]
-        at = torch.arange(position, ready, device=keys.device).expand_as(scores)
-        position, behind = ready, max(ready - halo, 0)
-        raw, base = raw[..., behind - base :].clone(), behind
-        # Both parts are ordered by position within equal scores and these lie behind the best so
-        # far, so a stable sort keeps lower positions in front.
-        best, order = torch.cat((best, scores), -1).sort(dim=-1, descending=True, stable=True)
-        best, order = best[..., :count].clone(), order[..., :count]
-        best_at = torch.cat((best_at, at), -1).gather(-1, order)
-    return best_at
+    for start in range(0, prefix, block_size):
+        block = keys[:, :, start : min(start + block_size, prefix)]
+        yield (
+            _logits(folded, block).sub_(peak).exp_().div_(total).unflatten(2, (-1, window))
+        )
 
 
 def _denominators(

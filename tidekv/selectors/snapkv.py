@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from tidekv.errors import InfeasibleError, check_choice
-from tidekv.scoring import Rule, top_blockwise, top_dense
+from tidekv.scoring import Rule, best, scores_blockwise, scores_dense
 from tidekv.selectors.base import LayerEnd
 
 
@@ -36,7 +36,7 @@ class SnapKV:
     pooling: Literal["max", "avg"] = "max"
     sinks: int = 4
     aggregate: Literal["mean", "max"] = "mean"
-    block_size: int = 1024
+    block_size: int = 2048
 
     def __post_init__(self) -> None:
         if self.window < 1 or self.sinks < 0 or self.block_size < 1:
@@ -73,24 +73,16 @@ class SnapKV:
         rule = Rule(self.aggregate, self.pooling, self.kernel_size)
         count = rows - self.sinks - self.window
         if scoring == "dense":
-            top = top_dense(
-                layer.queries,
-                layer.keys,
-                scaling=layer.scaling,
-                rule=rule,
-                first=self.sinks,
-                count=count,
-            )
+            scores = scores_dense(layer.queries, layer.keys, scaling=layer.scaling, rule=rule)
         else:
-            top = top_blockwise(
+            scores = scores_blockwise(
                 layer.queries,
                 layer.keys,
                 scaling=layer.scaling,
                 rule=rule,
-                first=self.sinks,
-                count=count,
                 block_size=self.block_size,
             )
+        top = best(scores, first=self.sinks, count=count)
         sinks = torch.arange(self.sinks, device=top.device)
         window = torch.arange(length - self.window, length, device=top.device)
         kept = torch.cat(
