@@ -2,7 +2,9 @@
 
     python benchmarks/overhead.py [--runs 5] [--json]
 
-Each workload is a process of its own, plain and recorded in turn; the ratio is that of the medians.
+Each workload on the CPU is a process of its own, plain and recorded in turn; the ratio is that of
+the medians. On CUDA a plain and a recorded process run their decoding loops in turn, and the ratio
+is the median of those of neighbouring loops, so that a machine's other work hits both alike.
 ``prefill``: SmolLM2-135M's shapes, random weights, a prompt of 4,096 tokens. ``decode``: many tiny
 operators, 8 layers of hidden size 256, one token at a time. ``cuda``: decoding with 8 layers on a
 GPU, or on a virtual one where there is none, on which a launch costs nothing: the worst case. Only
@@ -34,7 +36,7 @@ LIMITS = {
 }
 #: Python frames kept for each allocation.
 STACKS = {"cuda": 0, "cuda with stacks": 16}
-CUDA_STEPS, CUDA_LOOPS = 50, 6
+CUDA_STEPS, CUDA_LOOPS = 50, 12
 
 
 def work(name: str) -> None:
@@ -84,7 +86,7 @@ def work(name: str) -> None:
 
 
 def work_on_cuda(trace: Path | None, stacks: int) -> None:
-    """Decode on CUDA in this process; print CPU seconds of the loops and of draining."""
+    """Decode on CUDA once a line of input; print CPU seconds of the loop and of draining."""
     from contextlib import nullcontext
 
     import torch
@@ -106,22 +108,24 @@ def work_on_cuda(trace: Path | None, stacks: int) -> None:
         with torch.device("cuda"):
             model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
         prompt = torch.zeros(1, 512, dtype=torch.long, device="cuda")
-        seconds = {"loop": 0.0, "drain": 0.0}
+
+        def loop() -> tuple[float, float]:
+            cache = DynamicCache(config=config)
+            ids = prompt
+            start = time.process_time()
+            for _ in range(CUDA_STEPS):
+                out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                ids = out.logits[:, -1:].argmax(-1)
+            end = time.process_time()
+            if session is not None:
+                session.checkpoint()
+            return end - start, time.process_time() - end
+
+        warnings.simplefilter("ignore")  # transformers renames arguments from version to version
         with torch.no_grad():
-            for number in range(1 + CUDA_LOOPS):
-                cache = DynamicCache(config=config)
-                ids = prompt
-                start = time.process_time()
-                for _ in range(CUDA_STEPS):
-                    out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-                    ids = out.logits[:, -1:].argmax(-1)
-                end = time.process_time()
-                if session is not None:
-                    session.checkpoint()
-                if number:  # the first is the warm-up
-                    seconds["loop"] += end - start
-                    seconds["drain"] += time.process_time() - end
-    print(json.dumps(seconds))
+            loop()  # warm-up
+            for _ in sys.stdin:
+                print(json.dumps(loop()), flush=True)
 
 
 def measure_cuda(name: str, runs: int, folder: Path) -> dict[str, object]:
@@ -138,26 +142,52 @@ def measure_cuda(name: str, runs: int, folder: Path) -> dict[str, object]:
     drains: list[float] = []
     for number in range(runs):
         trace = folder / f"{name}-{number}.memtrace"
-        for kind, options in (("plain", []), ("recorded", ["--trace", str(trace)])):
-            out = subprocess.run(
-                command + options, check=True, stdout=subprocess.PIPE, text=True, env=environment
-            ).stdout
-            seconds = json.loads(out)
-            loops[kind].append(seconds["loop"])
-            if kind == "recorded":
-                drains.append(seconds["drain"])
-            print(f"{name} {number + 1}/{runs} {kind}: {seconds['loop']:.2f} s", file=sys.stderr)
+        with (
+            _Worker(command, environment) as plain,
+            _Worker([*command, "--trace", str(trace)], environment) as recorded,
+        ):
+            for _ in range(CUDA_LOOPS):
+                loops["plain"].append(plain.loop()[0])
+                seconds, drain = recorded.loop()
+                loops["recorded"].append(seconds)
+                drains.append(drain)
+        print(f"{name} {number + 1}/{runs}", file=sys.stderr)
     found = _trace_costs(trace)
-    plain, recorded = (statistics.median(loops[kind]) for kind in ("plain", "recorded"))
-    drain = statistics.median(drains)
+    pairs = list(zip(loops["plain"], loops["recorded"], drains, strict=True))
+    recorded_seconds = statistics.median(one + drain for _, one, drain in pairs)
     return {
         **found,
         "virtual": not torch.cuda.is_available(),
         "seconds": {**loops, "drain": drains},
-        "ratio": recorded / plain,
-        "drained_ratio": (recorded + drain) / plain,
-        "events_per_second": round(found["events"] / (recorded + drain)),
+        "ratio": statistics.median(one / plain for plain, one, _ in pairs),
+        "drained_ratio": statistics.median((one + drain) / plain for plain, one, drain in pairs),
+        "events_per_second": round(found["events"] / (1 + CUDA_LOOPS) / recorded_seconds),
     }
+
+
+class _Worker:
+    """A process that runs its loop when it is told to."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def __enter__(self) -> "_Worker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+        if self._process.returncode:
+            raise RuntimeError(f"a worker ended with {self._process.returncode}")
+
+    def loop(self) -> tuple[float, float]:
+        """CPU seconds of the loop, and of draining the history after it."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        seconds, drain = json.loads(self._process.stdout.readline())
+        return seconds, drain
 
 
 def measure_long_prompt(runs: int, folder: Path) -> dict[str, Any]:
