@@ -109,7 +109,11 @@ class Caches:
         """Book what a method has stored in ``cache``; in one layer of it, if it was told which."""
         layer = kwargs.get("layer_idx")
         if layer is None:
-            layer = next((value for value in args if type(value) is int), None)
+            for layer in args:
+                if type(layer) is int:
+                    break
+            else:
+                layer = None
         self._stored(cache, layer, (*args, *kwargs.values()))
 
     def _stored(self, cache: object, layer: int | None = None, given: tuple[Any, ...] = ()) -> None:
@@ -124,11 +128,12 @@ class Caches:
             for value in list(attributes.values()):
                 self._book(_item(value, layer), _FULL)
             return
+        handed = set(map(id, given))
         for one in layers if layer is None else layers[layer : layer + 1]:
             again = self._was_booked(one)
             for name, value in list(attributes_of(one).items()):
                 compact = name.startswith("_quantized")
-                if compact or not again or any(value is other for other in given):
+                if compact or not again or id(value) in handed:
                     self._book(value, _COMPACT if compact else _FULL)
 
     def _was_booked(self, layer: object) -> bool:

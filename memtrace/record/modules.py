@@ -131,20 +131,19 @@ class Rules:
         roles, place, ledger = self._roles, wrapping.place, wrapping.ledger
         frame_of = place.get
 
-        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def __call__(*args: Any, **kwargs: Any) -> Any:  # the module, and what it is called with
             frame = frame_of()
             if not frame.inside:
-                with self._root(module, args, kwargs).within(place, ledger):
-                    out = plain(module, *args, **kwargs)
+                rule = self._root(args[0], args[1:], kwargs)
+                out = rule.run(place, ledger, plain, args, kwargs)
                 self._returned(out)
                 return out
-            role = roles.get(id(module))
-            if role is None or frame.explicit or role.module() is not module:
-                return plain(module, *args, **kwargs)
+            role = roles.get(id(args[0]))
+            if role is None or frame.explicit or role.module() is not args[0]:
+                return plain(*args, **kwargs)
             if role.input is not None:
-                self._take(args[0] if args else kwargs.get("hidden_states"), role.input)
-            with role.rule.within(place, ledger):
-                out = plain(module, *args, **kwargs)
+                self._take(args[1] if len(args) > 1 else kwargs.get("hidden_states"), role.input)
+            out = role.rule.run(place, ledger, plain, args, kwargs)
             if role.output is not None:
                 self._take(out, role.output)
             return out
