@@ -118,9 +118,7 @@ def _weights(
     peak, total = _denominators(folded, keys, window, block_size)
     for start in range(0, prefix, block_size):
         block = keys[:, :, start : min(start + block_size, prefix)]
-        yield (
-            _logits(folded, block).sub_(peak).exp_().div_(total).unflatten(2, (-1, window))
-        )
+        yield (_logits(folded, block).sub_(peak).exp_().div_(total).unflatten(2, (-1, window)))
 
 
 def _denominators(
