@@ -1,15 +1,17 @@
 """Causal attention of a prompt chunk to everything before it and to itself.
 
+One function, :func:`decide`, says which kernel serves a model. FlashAttention aligns the causal
+mask to the bottom right and groups heads by itself. The other fused kernels do neither, so for them
 ``sdpa`` splits the keys into the prefix (seen by every row: no mask) and the chunk (causal), runs
-one fused kernel on each and merges the two by their log-sum-exp (Dao et al. 2022, section 3.1).
-So there is no (C, S) mask, and the K/V heads of the prefix are not expanded: the query heads of a
-group are folded into the rows instead.
+the kernel on each and merges the two by their log-sum-exp (Dao et al. 2022, section 3.1). Either
+way there is no (C, S) mask, and the K/V heads of the prefix are not expanded.
 
 Shapes: B batch, Hq query heads, Hkv KV heads, G = Hq / Hkv, C chunk rows, P rows up to the chunk's
 end, D head size.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
@@ -23,18 +25,69 @@ Partial = tuple[torch.Tensor, torch.Tensor]
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
 
 
-def check(attention: str, dtype: torch.dtype, device: torch.device) -> None:
+@dataclass(frozen=True)
+class Backend:
+    """What computes the attention of one prefill.
+
+    Attributes:
+        name: what was asked for, one of :data:`ATTENTIONS`.
+        kernel: what was taken for it, in words.
+        attend: (queries (B, Hq, C, D), rows P-C..P-1; keys and values (B, Hkv, P, D); scaling) →
+            (B, Hq, C, D).
     """
+
+    name: str
+    kernel: str
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+
+def decide(
+    attention: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    head_dim: int,
+    softcap: float | None = None,
+) -> Backend:
+    """The kernel for one of :data:`ATTENTIONS`.
+
+    Args:
+        softcap: c of logits ← c·tanh(logits / c); no fused kernel of PyTorch knows it.
+
     Raises:
-        InfeasibleError: no such backend, or it can't serve this dtype and device.
+        InfeasibleError: no such backend, or it can't serve this dtype, device or model.
     """
     check_choice("attention", attention, ATTENTIONS)
-    served = dtype in (torch.float16, torch.bfloat16) and device.type in ("cuda", "meta")
-    if attention == "flash_attention_2" and not served:
+    if attention == "eager":
+        return Backend(attention, "plain operators, dense", _Eager(softcap))
+    on_gpu = device.type in ("cuda", "meta")
+    half = dtype in (torch.float16, torch.bfloat16)
+    if attention == "flash_attention_2":
+        if not (half and on_gpu):
+            raise InfeasibleError(
+                f"flash_attention_2 needs float16 or bfloat16 on CUDA, not "
+                f"{str(dtype).removeprefix('torch.')} on {device.type}; use attention='sdpa'."
+            )
+        if has_flash_package():
+            return Backend(attention, "the flash-attn package", _FlashPackage(softcap))
+        if softcap is not None:
+            raise InfeasibleError(
+                "Attention with a soft cap needs the flash-attn package for flash_attention_2; "
+                "install it, or use attention='sdpa'."
+            )
+    if softcap is not None:
+        return Backend(attention, "plain operators (soft cap)", _Split(_Maths(softcap)))
+    if on_gpu and half and head_dim % 8 == 0 and head_dim <= 256:
+        return Backend(attention, "PyTorch's FlashAttention", _flash)
+    if attention == "flash_attention_2":
         raise InfeasibleError(
-            f"flash_attention_2 needs float16 or bfloat16 on CUDA, not "
-            f"{str(dtype).removeprefix('torch.')} on {device.type}; use attention='sdpa'."
+            f"FlashAttention serves no heads of {head_dim}; use attention='sdpa'."
         )
+    if on_gpu and head_dim % 4 == 0:
+        return Backend(attention, "PyTorch's memory-efficient attention", _Split(_efficient))
+    if device.type == "cpu":
+        return Backend(attention, "PyTorch's FlashAttention for the CPU", _Split(_flash_cpu))
+    return Backend(attention, "plain operators", _Split(_Maths(None)))
 
 
 def has_flash_package() -> bool:
@@ -49,49 +102,41 @@ def transformers_name(attention: str) -> str:
     return attention
 
 
-def attend(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    *,
-    scaling: float,
-    attention: str = "sdpa",
-) -> torch.Tensor:
-    """Attention output (B, Hq, C, D) of the last C of P rows.
-
-    Args:
-        queries: (B, Hq, C, D), rows P-C..P-1.
-        keys, values: (B, Hkv, P, D), rows 0..P-1.
-        scaling: the factor on the logits.
-        attention: one of :data:`ATTENTIONS`.
-    """
-    if attention == "eager":
-        return _eager(queries, keys, values, scaling)
-    if attention == "flash_attention_2" and has_flash_package():
-        return _flash_package(queries, keys, values, scaling)
-    rows, prefix = queries.shape[2], keys.shape[2] - queries.shape[2]
-    if rows == 1:  # sees every key
-        return _all_keys(queries, keys, values, scaling)[0]
-    chunk = _causal(queries, keys[:, :, prefix:], values[:, :, prefix:], scaling)
-    if prefix == 0:
-        return chunk[0]
-    return _merge(_all_keys(queries, keys[:, :, :prefix], values[:, :, :prefix], scaling), chunk)
+_Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], Partial]
 
 
-def _all_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> Partial:
-    """Every row sees every key. The G query heads of a KV head become rows of one head."""
-    batch, heads, rows, dim = q.shape
-    folded = q.reshape(batch, k.shape[1], -1, dim)
-    out, lse = _kernel(q)(folded, k, v, False, scaling)
-    return out.reshape(batch, heads, rows, dim), lse.reshape(batch, heads, rows)
+class _Split:
+    """Prefix and chunk apart, for kernels whose causal mask is aligned to the top left."""
 
+    def __init__(self, kernel: _Kernel) -> None:
+        self._kernel = kernel
 
-def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> Partial:
-    """A chunk against itself. Its K/V, C rows only, are expanded to the query heads."""
-    group = q.shape[1] // k.shape[1]
-    return _kernel(q)(
-        q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1), True, scaling
-    )
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        rows, prefix = q.shape[2], k.shape[2] - q.shape[2]
+        if rows == 1:  # sees every key
+            return self._all_keys(q, k, v, scaling)[0]
+        chunk = self._causal(q, k[:, :, prefix:], v[:, :, prefix:], scaling)
+        if prefix == 0:
+            return chunk[0]
+        return _merge(self._all_keys(q, k[:, :, :prefix], v[:, :, :prefix], scaling), chunk)
+
+    def _all_keys(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    ) -> Partial:
+        """Every row sees every key. The G query heads of a KV head become rows of one head."""
+        batch, heads, rows, dim = q.shape
+        folded = q.reshape(batch, k.shape[1], -1, dim)
+        out, lse = self._kernel(folded, k, v, False, scaling)
+        return out.reshape(batch, heads, rows, dim), lse.reshape(batch, heads, rows)
+
+    def _causal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> Partial:
+        """A chunk against itself. Its K/V, C rows only, are expanded to the query heads."""
+        group = q.shape[1] // k.shape[1]
+        if group > 1:
+            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        return self._kernel(q, k, v, True, scaling)
 
 
 def _merge(a: Partial, b: Partial) -> torch.Tensor:
@@ -102,17 +147,13 @@ def _merge(a: Partial, b: Partial) -> torch.Tensor:
     return merged.to(a[0].dtype)
 
 
-def _kernel(q: torch.Tensor) -> Callable[..., Partial]:
-    """The fused kernel that serves this dtype, head size and device and returns log-sum-exp."""
-    dim = q.shape[-1]
-    if q.device.type == "cpu":
-        return _flash_cpu
-    if q.device.type in ("cuda", "meta"):
-        if q.dtype in (torch.float16, torch.bfloat16) and dim % 8 == 0 and dim <= 256:
-            return _flash
-        if dim % 4 == 0:
-            return _efficient
-    return _maths
+def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Of this operator, ``is_causal`` means the bottom right, as ``causal_lower_right`` uses it."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, True, False, scale=scaling
+    )
+    scopes.retag(lse, "backend")
+    return out
 
 
 def _flash_cpu(
@@ -120,16 +161,6 @@ def _flash_cpu(
 ) -> Partial:
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, scale=scaling
-    )
-    scopes.retag(lse, "backend")
-    return out, lse
-
-
-def _flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scaling: float
-) -> Partial:
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        q, k, v, 0.0, causal, False, scale=scaling
     )
     scopes.retag(lse, "backend")
     return out, lse
@@ -145,17 +176,27 @@ def _efficient(
     return out, lse[:, :, : q.shape[2]]  # the kernel pads the rows to a multiple of 32
 
 
-def _maths(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scaling: float
-) -> Partial:
-    """Plain operators, for devices without a fused kernel that returns log-sum-exp."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    logits = (q @ k.transpose(-1, -2)).to(dtype) * scaling
-    if causal:
-        logits += _causal_mask(logits)
-    lse = logits.logsumexp(-1)
-    weights = (logits - lse.unsqueeze(-1)).exp_()
-    return weights.to(v.dtype) @ v, lse
+class _Maths:
+    """Plain operators, where no fused kernel that returns the log-sum-exp serves."""
+
+    def __init__(self, softcap: float | None) -> None:
+        self._softcap = softcap
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scaling: float
+    ) -> Partial:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        logits = capped((q @ k.transpose(-1, -2)).to(dtype) * scaling, self._softcap)
+        if causal:
+            logits += _causal_mask(logits)
+        lse = logits.logsumexp(-1)
+        weights = (logits - lse.unsqueeze(-1)).exp_()
+        return weights.to(v.dtype) @ v, lse
+
+
+def capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """c·tanh(logits / c), in place; the logits themselves without a soft cap."""
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def _causal_mask(logits: torch.Tensor) -> torch.Tensor:
@@ -166,26 +207,40 @@ def _causal_mask(logits: torch.Tensor) -> torch.Tensor:
         return mask.triu_(diagonal=keys - rows + 1)
 
 
-def _eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+class _Eager:
     """The reference: expanded heads, full mask, fp32 softmax."""
-    group = q.shape[1] // k.shape[1]
-    logits = q @ k.repeat_interleave(group, dim=1).transpose(-1, -2) * scaling
-    logits += _causal_mask(logits)
-    weights = logits.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
-    return weights @ v.repeat_interleave(group, dim=1)
+
+    def __init__(self, softcap: float | None) -> None:
+        self._softcap = softcap
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        group = q.shape[1] // k.shape[1]
+        logits = q @ k.repeat_interleave(group, dim=1).transpose(-1, -2) * scaling
+        logits = capped(logits, self._softcap)
+        logits += _causal_mask(logits)
+        weights = logits.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+        return weights @ v.repeat_interleave(group, dim=1)
 
 
-def _flash_package(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
-) -> torch.Tensor:
+class _FlashPackage:
     """flash-attn ≥ 2.1 aligns ``causal`` to the bottom right and groups heads by itself."""
-    from flash_attn import flash_attn_func
 
-    out: torch.Tensor = flash_attn_func(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        softmax_scale=scaling,
-        causal=True,
-    )
-    return out.transpose(1, 2)
+    def __init__(self, softcap: float | None) -> None:
+        self._softcap = softcap or 0.0
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        from flash_attn import flash_attn_func
+
+        out: torch.Tensor = flash_attn_func(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            softmax_scale=scaling,
+            causal=True,
+            softcap=self._softcap,
+        )
+        return out.transpose(1, 2)

@@ -1,5 +1,9 @@
 """How many rows of the prompt a layer keeps."""
 
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
 from tidekv.errors import InfeasibleError
 
 
@@ -25,3 +29,58 @@ def rows(budget: int | float, prompt_tokens: int) -> int:
             "use a smaller budget, or selector=None to keep every row."
         )
     return budget
+
+
+def pyramid(layers: int, *, mean: int, most: int, beta: float) -> list[int]:
+    """Rows of each layer, falling linearly from the first to the last, layers·mean in all.
+
+    The last layer has ⌊mean / beta⌋ rows (Cai et al. 2024, PyramidKV), or as many as
+    let the first have ``most``, which is at least ``mean``.
+    """
+    if layers == 1:
+        return [mean]
+    first = min(2 * mean - int(mean // beta), most)
+    last = 2 * mean - first
+    # In units of 1 / (layers - 1) row all are whole, and so is their sum.
+    exact = [first * (layers - 1) - layer * (first - last) for layer in range(layers)]
+    return _rounded(exact, layers - 1, layers * mean)
+
+
+def _rounded(numerators: list[int], denominator: int, total: int) -> list[int]:
+    """Fractions that sum to ``total``, rounded so that they still do: largest remainders go up."""
+    parts = [numerator // denominator for numerator in numerators]
+    by_remainder = sorted(
+        range(len(parts)), key=lambda part: numerators[part] % denominator, reverse=True
+    )
+    for part in by_remainder[: total - sum(parts)]:
+        parts[part] += 1
+    return parts
+
+
+def proportional(weights: Sequence[float], total: int, most: int) -> list[int]:
+    """Share ``total`` rows in proportion to ``weights``, none getting more than ``most``.
+
+    Rounded by D'Hondt's method, on exact fractions: it is the one that keeps a share's lower whole
+    number and, as every divisor method, takes no row from one to give it to another when one more
+    comes to share the same total. So a layer's rows only ever fall as layers are added. Equal
+    claims are won by the first. Weights that are no positive number count as the smallest there is.
+
+    Args:
+        total: at most ``most`` times the number of weights.
+    """
+    exact = [Fraction(w if 0 < w < math.inf else math.ulp(0.0)) for w in weights]
+    shares = [most] * len(exact)
+    free = list(range(len(exact)))  # those that ``most`` doesn't bound
+    while free:
+        left = total - sum(shares[i] for i in range(len(exact)) if i not in free)
+        whole = sum(exact[i] for i in free)
+        bounded = [i for i in free if exact[i] * left >= most * whole]
+        if not bounded:
+            break
+        free = [i for i in free if i not in bounded]
+    for i in free:
+        shares[i] = int(exact[i] * left / whole)
+    for _ in range(total - sum(shares)):
+        claims = [i for i in free if shares[i] < most]
+        shares[max(claims, key=lambda i: (exact[i] / (shares[i] + 1), -i))] += 1
+    return shares

@@ -23,6 +23,12 @@ def cache_argument(model: torch.nn.Module) -> str:
     return "cache" if "cache" in known else "past_key_values"
 
 
+def layer_cache_argument(attention: torch.nn.Module) -> str:
+    """The name under which an attention module takes the cache."""
+    known = inspect.signature(type(attention).forward).parameters
+    return next(name for name in ("cache", "past_key_values", "layer_past") if name in known)
+
+
 def output_with_cache(logits: torch.Tensor, cache: Any) -> CausalLMOutputWithPast:
     """What a causal model's ``forward`` returns; the field is named like the argument."""
     fields = CausalLMOutputWithPast.__dataclass_fields__

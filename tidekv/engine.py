@@ -11,13 +11,14 @@ import torch
 
 from memtrace import scopes
 from tidekv import attention as attention_backends
-from tidekv import budgets, compat, selectors
-from tidekv.cache import CompactCache
+from tidekv import budgets, compat, methods, schedules, selectors
+from tidekv.caches import CompactCache
 from tidekv.errors import InfeasibleError, check_choice
-from tidekv.models import Decoder
-from tidekv.schedules import SCHEDULES, Eviction, Task
+from tidekv.models import decoder_of
+from tidekv.schedules import LayerMajor, Schedule, Task
 from tidekv.scoring import SCORINGS
 from tidekv.selectors import Selector
+from tidekv.selectors.base import Request
 
 
 @dataclass(frozen=True)
@@ -28,25 +29,30 @@ class Prefill:
         cache: what decoding needs; a transformers ``Cache`` that grows as tokens are generated.
         logits: of the last prompt token, (B, V).
         prompt_tokens: S.
-        rows: rows kept per layer and KV head; S with no eviction.
-        indices: kept positions (B, Hkv, rows) by layer, ascending, if ``keep_indices``.
+        rows: the budget: rows per layer and KV head, on average; S with no eviction.
+        attention: the kernel that computed attention, in words.
+        indices: kept positions by layer, if ``keep_indices``: (B, Hkv, rows), ascending; or a
+            list of those of each head, (rows,), by prompt, where heads keep unequal numbers.
     """
 
     cache: CompactCache
     logits: torch.Tensor
     prompt_tokens: int
     rows: int
-    indices: tuple[torch.Tensor, ...] | None
+    attention: str
+    indices: tuple[Any, ...] | None
 
 
 def prefill(
     model: Any,
     input_ids: torch.Tensor,
     *,
-    schedule: str = "layer_major",
+    schedule: str | Schedule = "layer_major",
     selector: str | Selector | None = "snapkv",
     budget: int | float = 1024,
-    chunk_size: int = 512,
+    evict: bool = True,
+    cache: str | Callable[[int], CompactCache] = "full_precision",
+    chunk_size: int | None = None,
     scoring: str = "blockwise",
     attention: str | None = None,
     attention_mask: torch.Tensor | None = None,
@@ -58,11 +64,14 @@ def prefill(
     Args:
         model: a transformers causal language model of a supported family.
         input_ids: (B, S), all of one length.
-        schedule: a name in :data:`tidekv.schedules.SCHEDULES`.
+        schedule: a name in :data:`tidekv.schedules.SCHEDULES`, or a schedule with its own
+            parameters.
         selector: a name in :data:`tidekv.selectors.SELECTORS`, a selector with its own
-            parameters, or None to keep every row (``budget`` and ``scoring`` are then unused).
+            parameters, or None, which keeps every row.
         budget: rows per layer and KV head (int) or share of the prompt (float in (0, 1]).
-        chunk_size: rows that ``layer_major`` advances at a time.
+        evict: False keeps every row (``selector``, ``budget`` and ``scoring`` are then unused).
+        cache: how kept rows are held, see :func:`tidekv.methods.cache_of`.
+        chunk_size: rows that a schedule advances at a time, if it has chunks.
         scoring: "blockwise" (bounded memory) or "dense" (reference).
         attention: "sdpa", "eager" or "flash_attention_2"; None = the model's own setting.
         attention_mask: (B, S); checked to be all ones, since padded batches are not supported.
@@ -73,13 +82,13 @@ def prefill(
     Raises:
         InfeasibleError: something of this can't be done; nothing was allocated.
     """
-    task = _check(
+    made, task = _check(
         model,
         input_ids,
-        schedule=schedule,
-        selector=selectors.make(selector),
+        schedule=schedules.make(schedule, chunk_size),
+        selector=selectors.make(selector) if evict else None,
         budget=budget,
-        chunk_size=chunk_size,
+        cache=cache,
         scoring=scoring,
         attention=attention or model.config._attn_implementation,
         attention_mask=attention_mask,
@@ -87,14 +96,14 @@ def prefill(
         on_layer=on_layer,
     )
     with torch.no_grad(), scopes.phase("prefill"):
-        filled = SCHEDULES[schedule](task)
-    prompt_tokens = input_ids.shape[1]
+        filled = made.run(task)
     return Prefill(
         cache=filled.cache,
         logits=filled.logits,
-        prompt_tokens=prompt_tokens,
-        rows=task.eviction.rows if task.eviction else prompt_tokens,
-        indices=tuple(filled.indices) if keep_indices and task.eviction else None,
+        prompt_tokens=task.prompt_tokens,
+        rows=task.choice.request.rows if task.choice else task.prompt_tokens,
+        attention=task.backend.kernel,
+        indices=tuple(one.by_head() for one in filled.kept) if filled.kept else None,
     )
 
 
@@ -168,23 +177,27 @@ def _check(
     model: Any,
     input_ids: torch.Tensor,
     *,
-    schedule: str,
+    schedule: Schedule,
     selector: Selector | None,
     budget: int | float,
-    chunk_size: int,
+    cache: str | Callable[[int], CompactCache],
     scoring: str,
     attention: str,
     attention_mask: torch.Tensor | None,
     keep_indices: bool,
     on_layer: Callable[[int], None] | None,
-) -> Task:
+) -> tuple[Schedule, Task]:
     """Everything that can be wrong with a request, before anything is allocated."""
-    decoder = Decoder.of(model)
-    check_choice("schedule", schedule, SCHEDULES)
+    decoder = decoder_of(model, _device(model, schedule))
     check_choice("scoring", scoring, SCORINGS)
-    attention_backends.check(attention, decoder.dtype, decoder.device)
-    if chunk_size < 1:
-        raise InfeasibleError(f"A chunk has at least 1 row, not {chunk_size}.")
+    new_cache = functools.partial(methods.cache_of(schedule, selector, cache), len(decoder.layers))
+    backend = attention_backends.decide(
+        attention,
+        dtype=decoder.dtype,
+        device=decoder.device,
+        head_dim=decoder.head_dim,
+        softcap=decoder.softcap,
+    )
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise InfeasibleError(
             f"input_ids must be (batch, prompt tokens) with at least one token, "
@@ -202,12 +215,37 @@ def _check(
             f"The model has layers with a sliding window of {window} tokens, shorter than the "
             f"prompt ({prompt_tokens}); use a shorter prompt, or a model with full attention."
         )
-    eviction = None
+    choice = None
     if selector is not None:
         rows = budgets.rows(budget, prompt_tokens)
-        selector.check(prompt_tokens, rows)
-        eviction = Eviction(selector, rows, scoring)
-    return Task(decoder, input_ids, eviction, chunk_size, attention, keep_indices, on_layer)
+        request = Request(len(decoder.layers), prompt_tokens, rows, scoring)
+        selector.check(request)
+        choice = selector.begin(request)
+    return schedule, Task(decoder, input_ids, choice, backend, new_cache, keep_indices, on_layer)
+
+
+def _device(model: Any, schedule: Schedule) -> torch.device | None:
+    """Where the prompt is computed; None: where the model is.
+
+    Raises:
+        InfeasibleError: weights are elsewhere, and nobody says that they shall come.
+    """
+    if not isinstance(schedule, LayerMajor) or schedule.device is None:
+        places = sorted({str(one.device) for one in model.parameters()})
+        if len(places) > 1:
+            raise InfeasibleError(
+                f"The model's weights are on {' and '.join(places)}; bring them to one device, or "
+                "use layer_major with a device that parts of it visit."
+            )
+        return None
+    device = torch.empty(0, device=schedule.device).device  # with its number
+    layers = {str(one.device) for one in model.base_model.layers.parameters()}
+    if layers != {str(device)} and not schedule.stream_weights:
+        raise InfeasibleError(
+            f"The model's layers are on {' and '.join(sorted(layers))}, not on {device}; use "
+            "stream_weights=True, or bring them there."
+        )
+    return device
 
 
 @contextmanager

@@ -105,6 +105,7 @@ def _answer(
                 selector=selector,
                 budget=arguments.budget or min(_DEFAULT_BUDGET, prompt_tokens),
                 chunk_size=arguments.chunk_size,
+                cache=arguments.cache,
                 scoring=arguments.scoring,
                 attention=arguments.attention,
                 on_layer=lambda _: done(),

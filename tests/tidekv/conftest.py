@@ -1,6 +1,7 @@
 """Models that the tests share."""
 
 import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from tidekv.loading import encode, load_model, smollm2_folder
 # Small operators on shared cores: more threads only wait for each other.
 torch.set_num_threads(1)
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 DEMO_PROMPT = Path(__file__).parents[2] / "traces" / "demo-prompt.txt"
 
 
@@ -36,12 +36,17 @@ def make_tiny(family: str, **overrides: Any) -> Any:
         "eos_token_id": 1,
         "bos_token_id": 2,
     }
+    if family == "gpt_neox":  # as many KV heads as query heads
+        del settings["num_key_value_heads"], settings["head_dim"]
+    if family == "gemma2":  # every other layer slides, and there is no sdpa for its soft cap
+        settings["sliding_window"] = 512
     config = AutoConfig.for_model(family, **(settings | overrides))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    attention = "eager" if family == "gemma2" else "sdpa"
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     # Weights as drawn leave attention nearly uniform, so that little depends on the positions.
-    for layer in model.model.layers:
-        layer.self_attn.q_proj.weight.data *= 8
-        layer.self_attn.k_proj.weight.data *= 8
+    for name, weight in model.named_parameters():
+        if re.search(r"(q_proj|k_proj|qkv_proj|query_key_value)\.weight", name):
+            weight.data *= 8
     return model
 
 

@@ -1,5 +1,6 @@
 """Chunk attention equals a full softmax, on every kernel that runs here."""
 
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidekv import attention
-from tidekv.attention import attend
+from tidekv.attention import decide
 from tidekv.errors import InfeasibleError
 
 
@@ -32,20 +33,31 @@ shapes = st.fixed_dictionaries(
 )
 
 
+EAGER, CPU = attention._Eager(None), attention._Split(attention._flash_cpu)
+
+
 @settings(deadline=None, max_examples=60)
 @given(shape=shapes, prefix=st.integers(0, 70), chunk=st.integers(1, 40))
-@pytest.mark.parametrize("kernel", [attention._flash_cpu, attention._maths])
-def test_sdpa_equals_eager(kernel, shape, prefix, chunk):
+@pytest.mark.parametrize("kernel", [attention._flash_cpu, attention._Maths(None)])
+def test_prefix_and_chunk_merged_equal_eager(kernel, shape, prefix, chunk):
     q, k, v = tensors(rows=prefix + chunk, chunk=chunk, dtype=torch.float64, **shape)
-    with patch.object(attention, "_kernel", lambda q: kernel):
-        merged = attend(q, k, v, scaling=0.3, attention="sdpa")
-    torch.testing.assert_close(merged, attend(q, k, v, scaling=0.3, attention="eager"))
+    merged = attention._Split(kernel)(q, k, v, 0.3)
+    torch.testing.assert_close(merged, EAGER(q, k, v, 0.3))
+
+
+@settings(deadline=None, max_examples=40)
+@given(shape=shapes, prefix=st.integers(0, 70), chunk=st.integers(1, 40))
+def test_a_soft_cap_is_the_same_in_pieces(shape, prefix, chunk):
+    q, k, v = tensors(rows=prefix + chunk, chunk=chunk, dtype=torch.float64, **shape)
+    merged = attention._Split(attention._Maths(2.0))(q, k, v, 3.0)
+    torch.testing.assert_close(merged, attention._Eager(2.0)(q, k, v, 3.0))
+    assert not torch.allclose(merged, EAGER(q, k, v, 3.0)) or prefix + chunk < 3
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 33])
 def test_eager_is_a_softmax_over_visible_keys(chunk):
     q, k, v = tensors(1, 2, 2, rows=33, chunk=chunk, dim=8, dtype=torch.float64)
-    out = attend(q, k, v, scaling=0.5, attention="eager")
+    out = EAGER(q, k, v, 0.5)
     for head in range(4):
         for row in range(chunk):
             visible = 33 - chunk + row + 1
@@ -57,9 +69,9 @@ def test_eager_is_a_softmax_over_visible_keys(chunk):
 def test_bfloat16_is_merged_in_fp32():
     """The merged output is no further from the truth than one kernel over all keys."""
     q, k, v = tensors(1, 3, 2, rows=400, chunk=100, dim=64, dtype=torch.bfloat16)
-    truth = attend(q.double(), k.double(), v.double(), scaling=0.125, attention="eager")
-    merged = attend(q, k, v, scaling=0.125)
-    single = attend(q, k, v, scaling=0.125, attention="eager")
+    truth = EAGER(q.double(), k.double(), v.double(), 0.125)
+    merged = CPU(q, k, v, 0.125)
+    single = EAGER(q, k, v, 0.125)
     assert merged.dtype == torch.bfloat16
     assert (merged - truth).norm() <= (single - truth).norm()
 
@@ -72,7 +84,7 @@ def test_no_full_mask_and_no_expanded_prefix():
     for rows in (256, 2048):
         q, k, v = tensors(1, 4, 2, rows=rows, chunk=64, dim=8, dtype=torch.float32)
         with LiveBytes(q, k, v) as live:
-            attend(q, k, v, scaling=0.3)
+            CPU(q, k, v, 0.3)
         peaks.append(live.peak)
     assert peaks[0] == peaks[1]
 
@@ -80,26 +92,48 @@ def test_no_full_mask_and_no_expanded_prefix():
 @pytest.mark.parametrize(
     ("dtype", "dim", "kernel"),
     [
-        (torch.bfloat16, 128, attention._flash),
-        (torch.float16, 64, attention._flash),
-        (torch.float32, 64, attention._efficient),
-        (torch.bfloat16, 4, attention._efficient),
-        (torch.float32, 6, attention._maths),
+        (torch.bfloat16, 128, "PyTorch's FlashAttention"),
+        (torch.float16, 64, "PyTorch's FlashAttention"),
+        (torch.float32, 64, "PyTorch's memory-efficient attention"),
+        (torch.bfloat16, 4, "PyTorch's memory-efficient attention"),
+        (torch.float32, 6, "plain operators"),
     ],
 )
 def test_gpu_kernels_by_dtype_and_head_size(dtype, dim, kernel):
     """Chosen by what the kernel serves; shapes hold on the meta device."""
+    backend = decide("sdpa", dtype=dtype, device=torch.device("meta"), head_dim=dim)
+    assert backend.kernel == kernel
     q = torch.empty(1, 8, 16, dim, dtype=dtype, device="meta")
     k = torch.empty(1, 2, 48, dim, dtype=dtype, device="meta")
-    assert attention._kernel(q) is kernel
-    out = attend(q, k, k, scaling=1.0)
+    out = backend.attend(q, k, k, 1.0)
     assert out.shape == q.shape
     assert out.dtype == dtype
 
 
-def test_flash_attention_2_refuses_what_it_cannot_serve():
-    with pytest.raises(InfeasibleError, match="float32 on cpu; use attention='sdpa'"):
-        attention.check("flash_attention_2", torch.float32, torch.device("cpu"))
-    attention.check("flash_attention_2", torch.bfloat16, torch.device("cuda"))
-    with pytest.raises(InfeasibleError, match="use one of sdpa, eager"):
-        attention.check("paged", torch.float32, torch.device("cpu"))
+def on(device: str, attention: str = "flash_attention_2", **settings: Any) -> str:
+    given = {"dtype": torch.bfloat16, "head_dim": 64, **settings}
+    return decide(attention, device=torch.device(device), **given).kernel
+
+
+def test_one_function_says_what_was_taken():
+    assert on("cpu", "sdpa") == "PyTorch's FlashAttention for the CPU"
+    assert on("cpu", "eager") == "plain operators, dense"
+    assert on("cpu", "sdpa", softcap=50.0) == "plain operators (soft cap)"
+    assert on("cuda") == on("cuda", "sdpa") == "PyTorch's FlashAttention"
+    with patch.object(attention, "has_flash_package", lambda: True):
+        assert on("cuda") == on("cuda", softcap=50.0) == "the flash-attn package"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"device": "cpu", "dtype": torch.float32}, "float32 on cpu; use attention='sdpa'"),
+        ({"device": "cuda", "dtype": torch.float32}, "float32 on cuda; use attention='sdpa'"),
+        ({"device": "cuda", "head_dim": 6}, "serves no heads of 6; use attention='sdpa'"),
+        ({"device": "cuda", "softcap": 50.0}, "soft cap needs the flash-attn package"),
+        ({"device": "cpu", "attention": "paged"}, "use one of sdpa, eager"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(settings, message):
+    with pytest.raises(InfeasibleError, match=message):
+        on(**settings)

@@ -13,16 +13,19 @@ from transformers import (
 )
 
 import tidekv
-from tests.tidekv.conftest import FAMILIES
 from tests.tidekv.live_bytes import LiveBytes
 from tidekv import budgets
-from tidekv.schedules import SCHEDULES
+from tidekv.models import FAMILIES
+from tidekv.schedules import SCHEDULES, LayerMajor, WholePrompt
 from tidekv.selectors import SnapKV
 
 NEW = 12
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+KEEPING = [name for name, schedule in SCHEDULES.items() if schedule.keeps_all]
+
+
+@pytest.mark.parametrize("schedule", KEEPING)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_eviction_generates_what_transformers_generates(tiny, prompt, family, schedule):
     model, ids = tiny(family), prompt(60, batch=2)
@@ -141,8 +144,17 @@ def test_model_is_restored_after_an_error_in_generate(tiny, prompt):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": "token_major"}, "no schedule 'token_major'; use one of whole_prompt, lay"),
-        ({"selector": "h2o"}, "no selector 'h2o'; use one of snapkv"),
+        ({"schedule": "token_major"}, "no schedule 'token_major'; use one of whole_prompt, chu"),
+        ({"selector": "h3o"}, "no selector 'h3o'; use one of snapkv"),
+        ({"cache": "kivy"}, "no cache 'kivy'; use one of full_precision, kivi"),
+        ({"schedule": "online", "evict": False}, "online is about evicting; name a selector"),
+        ({"schedule": "online", "selector": "h2o"}, "h2o needs every query of the prompt"),
+        ({"schedule": "online", "selector": "adakv"}, "adakv keeps unequal numbers of rows"),
+        ({"schedule": "online", "selector": "cake"}, "cake decides across layers"),
+        ({"selector": "adakv", "cache": "kivi"}, "equal numbers of rows in the heads"),
+        ({"selector": "cake", "cache": "kivi"}, "can't be chosen from again"),
+        ({"schedule": LayerMajor(piece_rows=0)}, "piece_rows must be at least 1 row, not 0"),
+        ({"schedule": WholePrompt(mlp_rows=0)}, "mlp_rows must be at least 1 row, not 0"),
         ({"scoring": "sparse"}, "no scoring 'sparse'; use one of blockwise, dense"),
         ({"attention": "paged"}, "no attention 'paged'"),
         ({"attention": "flash_attention_2"}, "needs float16 or bfloat16 on CUDA"),
@@ -151,8 +163,8 @@ def test_model_is_restored_after_an_error_in_generate(tiny, prompt):
         ({"budget": 0}, "outside 1..60"),
         ({"budget": 1.5}, "no share of the prompt"),
         ({"budget": 0.0}, "no share of the prompt"),
-        ({"budget": 35}, "more than the budget of 35 rows; use a budget of at least 36"),
-        ({"selector": SnapKV(window=64), "budget": 60}, "don't fit a prompt of 60 tokens"),
+        ({"budget": 35}, "more than the budget of 35; use a budget of at least 36"),
+        ({"selector": SnapKV(window=64), "budget": 60}, "more than the prompt of 60 tokens has"),
         ({"attention_mask": torch.tensor([[0] + [1] * 59])}, "Padded batches"),
     ],
 )
@@ -185,18 +197,10 @@ def test_sliding_windows_shorter_than_the_prompt_are_refused(tiny, prompt):
 
 
 def test_other_families_are_refused(tiny):
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+    from transformers import GPT2Config, GPT2LMHeadModel
 
-    model = GPTNeoXForCausalLM(
-        GPTNeoXConfig(
-            vocab_size=97,
-            hidden_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            intermediate_size=48,
-        )
-    )
-    with pytest.raises(tidekv.InfeasibleError, match="family 'gpt_neox' are not supported"):
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=4))
+    with pytest.raises(tidekv.InfeasibleError, match="family 'gpt2' are not supported"):
         tidekv.prefill(model, torch.ones(1, 60, dtype=torch.int64))
 
 

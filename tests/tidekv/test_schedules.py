@@ -1,17 +1,20 @@
-"""Both schedules compute what the stock forward computes, and hold what they promise to hold."""
+"""Schedules compute what the stock forward computes, and hold what they promise to hold."""
 
-import weakref
 from typing import Any
 
 import pytest
 import torch
 
 import tidekv
-from tests.tidekv.conftest import FAMILIES
 from tests.tidekv.live_bytes import LiveBytes
-from tidekv.schedules import SCHEDULES
+from tidekv.models import FAMILIES
+from tidekv.models.tight import HEAD_NORM
+from tidekv.schedules import SCHEDULES, HeadOffload, LayerMajor, WholePrompt
 from tidekv.selectors import SnapKV
 
+#: Schedules that can keep every row, and those that evict once a layer is complete.
+KEEPING = [name for name, schedule in SCHEDULES.items() if schedule.keeps_all]
+LATE = [name for name, schedule in SCHEDULES.items() if schedule.whole_layers]
 S = 96
 CHUNKS = (1, 7, 64, S, S + 5)
 
@@ -50,8 +53,8 @@ def layer_inputs(model: Any, ids: torch.Tensor, **options: Any) -> tuple[list[to
 
 
 @pytest.mark.parametrize("chunk_size", CHUNKS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_layer_major_equals_the_stock_forward(tiny, prompt, family, chunk_size):
+@pytest.mark.parametrize("family", HEAD_NORM)
+def test_every_layer_gets_what_the_stock_forward_gives_it(tiny, prompt, family, chunk_size):
     model, ids = tiny(family), prompt(S, batch=2)
     expected, logits = stock_states(model, ids)
     states, prefilled = layer_inputs(
@@ -62,16 +65,145 @@ def test_layer_major_equals_the_stock_forward(tiny, prompt, family, chunk_size):
     assert relative(prefilled.logits, logits) <= 1e-5
 
 
+@pytest.mark.parametrize("chunk_size", CHUNKS)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_attention_implementations_agree(tiny, prompt, schedule, attention):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layer_major_equals_one_shot(tiny, prompt, family, attention, chunk_size):
+    model, ids = tiny(family), prompt(S - 1, batch=2)
+    with torch.no_grad():
+        expected = model(ids).logits[:, -1]
+    actual = tidekv.prefill(model, ids, evict=False, chunk_size=chunk_size, attention=attention)
+    assert relative(actual.logits, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("schedule", KEEPING)
+def test_schedules_equal_one_shot(tiny, prompt, schedule, attention):
+    for family in ("qwen3", "phi3"):
+        model, ids = tiny(family), prompt(S)
+        with torch.no_grad():
+            logits = model(ids).logits[:, -1]
+        prefilled = tidekv.prefill(
+            model, ids, schedule=schedule, attention=attention, evict=False, chunk_size=20
+        )
+        assert relative(prefilled.logits, logits) <= 1e-5
+        assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("piece_rows", [1, 5, 32, 100])
+def test_pieces_are_the_chunk(tiny, prompt, piece_rows):
     model, ids = tiny("qwen3"), prompt(S)
-    _, logits = stock_states(model, ids)
-    prefilled = tidekv.prefill(
-        model, ids, schedule=schedule, attention=attention, budget=48, chunk_size=20
+    with torch.no_grad():
+        expected = model(ids).logits[:, -1]
+    for schedule in (LayerMajor(64, piece_rows), WholePrompt(mlp_rows=piece_rows)):
+        prefilled = tidekv.prefill(model, ids, schedule=schedule, evict=False)
+        assert relative(prefilled.logits, expected) <= 1e-5
+
+
+def test_online_drifts_where_layer_major_does_not(tiny, prompt):
+    """Later chunks see the compressed cache."""
+    model, ids = tiny(), prompt(S)
+    with torch.no_grad():
+        expected = model(ids).logits[:, -1]
+    for selector in (SnapKV(window=8), "recent", "keydiff"):
+        logits = {
+            schedule: tidekv.prefill(
+                model, ids, schedule=schedule, selector=selector, budget=24, chunk_size=16
+            ).logits
+            for schedule in ("layer_major", "online")
+        }
+        assert relative(logits["layer_major"], expected) <= 1e-5
+        assert relative(logits["online"], expected) > 1e-3
+
+
+def test_online_attends_to_what_is_kept_alone(tiny, prompt):
+    """Each chunk equals the stock forward on the kept rows of before, hidden by a mask."""
+    model, ids, chunk, kept = tiny(num_hidden_layers=1), prompt(60), 20, 28
+    online = tidekv.prefill(
+        model, ids, schedule="online", selector="recent", budget=kept, chunk_size=chunk
     )
-    assert relative(prefilled.logits, logits) <= 1e-5
-    assert model.config._attn_implementation == "sdpa"
+    # One layer, the newest rows: a row sees its own chunk and the newest of those before it.
+    hidden = torch.full((60, 60), float("-inf"))
+    for row in range(60):
+        begin = row // chunk * chunk
+        hidden[row, max(begin - kept, 0) : row + 1] = 0
+    with torch.no_grad():
+        expected = model(ids, attention_mask=hidden[None, None]).logits[:, -1]
+    torch.testing.assert_close(online.logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [5, 13, 64])
+def test_online_keeps_its_budget_and_says_which(tiny, prompt, chunk_size):
+    model, ids = tiny(), prompt(S, batch=2)
+    prefilled = tidekv.prefill(
+        model,
+        ids,
+        schedule="online",
+        selector=SnapKV(window=8, sinks=2),
+        budget=24,
+        chunk_size=chunk_size,
+        keep_indices=True,
+    )
+    assert prefilled.cache.rows() == [24] * 3
+    assert prefilled.cache.get_seq_length() == S
+    for positions in prefilled.indices:
+        assert positions.shape == (2, 2, 24)
+        assert (positions.diff(dim=-1) > 0).all()
+        assert (positions[..., :2] == torch.arange(2)).all()
+        assert (positions[..., -8:] == torch.arange(S - 8, S)).all()
+    # The first layer's keys don't depend on the cache: they are those of the whole prompt.
+    full = tidekv.prefill(model, ids, evict=False).cache.layers[0]
+    rows = prefilled.indices[0].unsqueeze(-1).expand(-1, -1, -1, 8)
+    torch.testing.assert_close(prefilled.cache.layers[0].keys, full.keys.gather(2, rows))
+
+
+def test_host_parts_change_no_bit(tiny, prompt):
+    """Weights in two slots, the bridge on the host, caches parked: the same operators."""
+    for family in ("llama", "phi3"):
+        model, ids = tiny(family), prompt(S, batch=2)
+        plain = tidekv.prefill(model, ids, budget=50, schedule=LayerMajor(20), keep_indices=True)
+        before = [parameter.data_ptr() for parameter in model.parameters()]
+        for options in (
+            {"host_bridge": True},
+            {"park_caches": True},
+            {"host_bridge": True, "park_caches": True, "stream_weights": True},
+        ):
+            schedule = LayerMajor(20, **options)
+            other = tidekv.prefill(model, ids, budget=50, schedule=schedule, keep_indices=True)
+            assert torch.equal(plain.logits, other.logits)
+            for one, two in zip(plain.cache.layers, other.cache.layers, strict=True):
+                assert torch.equal(one.keys, two.keys)
+                assert torch.equal(one.values, two.values)
+            assert all(map(torch.equal, plain.indices, other.indices))
+        assert before == [parameter.data_ptr() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("where", ["layer", "chunk"])
+def test_streamed_weights_come_home_after_an_error(tiny, prompt, where):
+    model = tiny()
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    module = model.model.layers[1] if where == "layer" else model.model.layers[1].mlp.down_proj
+    module = module if where == "chunk" else module.input_layernorm
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    handle = module.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        tidekv.prefill(model, prompt(S), budget=50, schedule=LayerMajor(20, stream_weights=True))
+    handle.remove()
+    assert before == [parameter.data_ptr() for parameter in model.parameters()]
+    tidekv.prefill(model, prompt(S), budget=50)
+
+
+def test_one_head_is_there_at_a_time(tiny):
+    model, rows = tiny(), 512
+    ids = torch.randint(3, 97, (1, rows))
+    with LiveBytes(model, ids) as live:
+        tidekv.prefill(model, ids, schedule=HeadOffload(64), evict=False)
+    on_host = 3 * 2 * 2 * rows * 8 * 4  # layers, K and V, Hkv, S, D, fp32
+    visiting = 2 * rows * 8 * 4  # K and V of a head; on the CPU a view of the host's
+    assert on_host <= live.own_peak["KV_res/full"] <= on_host + visiting
 
 
 @pytest.mark.parametrize(
@@ -99,7 +231,7 @@ def test_rope_tables_are_those_of_the_whole_prompt(tiny, prompt, rope):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_schedules_keep_the_same_rows(tiny, prompt, family):
+def test_late_schedules_keep_the_same_rows(tiny, prompt, family):
     model, ids = tiny(family), prompt(S, batch=2)
     selector = SnapKV(window=8, sinks=2, block_size=16)
     kept = {
@@ -113,18 +245,18 @@ def test_schedules_keep_the_same_rows(tiny, prompt, family):
             chunk_size=13,
             keep_indices=True,
         )
-        for schedule in SCHEDULES
+        for schedule in LATE
         for scoring in ("blockwise", "dense")
     }
     reference = kept["whole_prompt", "dense"]
-    assert len(reference.indices) == len(model.model.layers)
+    assert len(reference.indices) == 3
     for prefilled in kept.values():
         assert prefilled.cache.rows() == [24, 24, 24]
         for actual, expected in zip(prefilled.indices, reference.indices, strict=True):
             assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", LATE)
 def test_cache_holds_the_selected_rows(tiny, prompt, schedule):
     model, ids = tiny("mistral"), prompt(S)
     options = {"schedule": schedule, "chunk_size": 40}
@@ -182,37 +314,13 @@ def test_layer_major_memory(tiny):
     compact = 3 * 2 * 2 * kept * 8 * 4  # layers, K and V, Hkv, rows, D
     assert live.own_peak["KV_res/full"] == full
     assert live.own_peak["KV_res/compact"] == compact == prefilled.cache.nbytes()
-    assert live.own_peak["Hidden"] <= rows * 32 * 4 + 32 * 4  # the bridge, and the last row
+    assert live.own_peak["Hidden"] <= (rows + chunk) * 32 * 4  # the bridge, a chunk's embeddings
     # In the MLP: its input, gate and up; nothing of the attention before it.
     assert live.own_peak["Act"] == chunk * (32 + 2 * 256) * 4
     assert full_at_logits == [0]
     assert live.own_peak["other"] == 0
     # What is left: the cache and the logits.
     assert +live.live == {"KV_res/compact": compact, "Temp": prefilled.logits.nbytes}
-
-
-def test_last_layer_releases_consumed_chunks(tiny, prompt):
-    model = tiny()
-    slots: list[weakref.ref[torch.Tensor]] = []
-    alive: list[int] = []
-
-    def before_norm(_: Any, args: tuple[torch.Tensor]) -> None:
-        alive.append(sum(slot() is not None for slot in slots))
-        if args[0].shape[1] > 1:
-            slots.append(weakref.ref(args[0]))
-
-    def before_projection(_: Any, args: tuple[torch.Tensor]) -> None:
-        alive.append(sum(slot() is not None for slot in slots))
-
-    layer = model.model.layers[-1]
-    handles = [
-        layer.input_layernorm.register_forward_pre_hook(before_norm),
-        layer.self_attn.k_proj.register_forward_pre_hook(before_projection),
-    ]
-    tidekv.prefill(model, prompt(S), budget=50, chunk_size=16)
-    for handle in handles:
-        handle.remove()
-    assert alive == [0] * 12
 
 
 def test_whole_prompt_components(tiny):

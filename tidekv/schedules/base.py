@@ -1,77 +1,252 @@
-"""What every schedule is given and gives back, and the compression at a layer's end."""
+"""What every schedule is given and gives back, and what happens at a layer's end."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 
 from memtrace import scopes
-from tidekv.cache import CompactCache
-from tidekv.models import Decoder
-from tidekv.selectors.base import LayerEnd, Selector
-
-
-@dataclass(frozen=True)
-class Eviction:
-    """What is kept of a layer: ``rows`` of the prompt per KV head, chosen by ``selector``."""
-
-    selector: Selector
-    rows: int
-    scoring: str
+from tidekv.attention import Backend
+from tidekv.caches import CompactCache
+from tidekv.errors import InfeasibleError
+from tidekv.models import Span, StockDecoder
+from tidekv.models.stock import Step, Store
+from tidekv.selectors.base import Choice, LayerEnd, Selection
 
 
 @dataclass(frozen=True)
 class Task:
-    """One checked prefill. ``input_ids`` is (B, S); ``eviction`` None keeps every row."""
+    """One checked prefill. ``input_ids`` is (B, S); ``choice`` None keeps every row."""
 
-    decoder: Decoder
+    decoder: StockDecoder
     input_ids: torch.Tensor
-    eviction: Eviction | None
-    chunk_size: int
-    attention: str
+    choice: Choice | None
+    backend: Backend
+    new_cache: Callable[[], CompactCache]
     keep_indices: bool
-    on_layer: Callable[[int], None] | None = None
+    on_layer: Callable[[int], None] | None
 
     @property
-    def observed_rows(self) -> int:
-        """How many of the last queries outlive their chunk; the last row's always does."""
-        return self.eviction.selector.window if self.eviction else 1
+    def prompt_tokens(self) -> int:
+        return self.input_ids.shape[1]
+
+    @property
+    def last_layer(self) -> int:
+        return len(self.decoder.layers) - 1
+
+    def spans(self, chunk_size: int) -> list[Span]:
+        """The prompt in chunks."""
+        total = self.prompt_tokens
+        return [
+            Span(start, min(start + chunk_size, total), total)
+            for start in range(0, total, chunk_size)
+        ]
+
+    def empty(self, heads: int, rows: int) -> torch.Tensor:
+        """(B, heads, rows, D), not initialised."""
+        decoder = self.decoder
+        shape = (self.input_ids.shape[0], heads, rows, decoder.head_dim)
+        return torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
 
 
 @dataclass(frozen=True)
 class Filled:
-    """A finished prefill: the cache, last logits (B, V), kept positions by layer if asked for."""
+    """A finished prefill: the cache, last logits (B, V), what was kept by layer if asked for."""
 
     cache: CompactCache
     logits: torch.Tensor
-    indices: list[torch.Tensor] = field(default_factory=list)
+    kept: list[Selection] = field(default_factory=list)
 
 
-def end_layer(cache: CompactCache, layer: LayerEnd, task: Task) -> list[torch.Tensor]:
-    """Move what ``task.eviction`` keeps of a finished layer into ``cache``.
+class Schedule(ABC):
+    """In which order chunks and layers advance; a frozen dataclass of the schedule's parameters."""
+
+    #: Whether a selector sees each layer's whole prompt at once, as the methods define it.
+    whole_layers: ClassVar[bool] = True
+    #: Whether it means something without eviction.
+    keeps_all: ClassVar[bool] = True
+    #: What holds the rows where it isn't the device; None: whatever was asked for.
+    cache_class: ClassVar[type[CompactCache] | None] = None
+
+    def check(self) -> None:
+        """
+        Raises:
+            InfeasibleError: parameters that can't be.
+        """
+        for name in ("chunk_size", "piece_rows"):
+            value = getattr(self, name, 1)
+            if value < 1:
+                raise InfeasibleError(f"{name} must be at least 1 row, not {value}.")
+
+    @abstractmethod
+    def run(self, task: Task) -> Filled:
+        """Read the prompt."""
+
+
+class Buffer:
+    """Keys and values of one layer, (B, Hkv, capacity, D) each, written from the front."""
+
+    def __init__(self, task: Task, capacity: int) -> None:
+        with scopes.component("KV_res/full"):
+            self.keys = task.empty(task.decoder.kv_heads, capacity)
+            self.values = torch.empty_like(self.keys)
+        self.rows = 0
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """As :class:`tidekv.models.stock.Store` has it."""
+        rows = slice(self.rows, self.rows + keys.shape[2])
+        self.keys[:, :, rows] = keys
+        self.values[:, :, rows] = values
+        self.rows = rows.stop
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :class:`tidekv.models.stock.Store` has it."""
+        return self.keys[:, :, : self.rows], self.values[:, :, : self.rows]
+
+
+class Tail:
+    """The last rows of something that comes chunk by chunk."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer  # (…, rows, n)
+        self._seen = 0
+
+    def push(self, chunk: torch.Tensor) -> None:
+        """Append (…, C, n)."""
+        rows, new = self._buffer.shape[-2], chunk.shape[-2]
+        if new < rows:
+            self._buffer[..., :-new, :] = self._buffer[..., new:, :].clone()
+        self._buffer[..., max(rows - new, 0) :, :] = chunk[..., -rows:, :]
+        self._seen += new
+
+    def rows(self) -> torch.Tensor:
+        """The last rows that there are, up to the buffer's."""
+        return self._buffer[..., max(self._buffer.shape[-2] - self._seen, 0) :, :]
+
+    def clear(self) -> None:
+        self._seen = 0
+
+
+class Observer:
+    """Collects of a running layer what the selector will read at its end."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        selector = task.choice.selector if task.choice else None
+        self._every = selector is not None and selector.every_query
+        self._window = selector.window if selector else 0
+        #: As :class:`tidekv.models.stock.Watch` has it.
+        self.query_rows = None if self._every else self._window
+        #: How many of the last rows of inputs it wants.
+        self.input_rows = selector.input_rows if selector else 0
+        decoder = task.decoder
+        with scopes.component("Temp"):
+            self._queries = Tail(task.empty(decoder.query_heads, self._window))
+            shape = (task.input_ids.shape[0], self.input_rows, decoder.model.config.hidden_size)
+            self._inputs = Tail(torch.empty(shape, dtype=decoder.dtype, device=decoder.device))
+
+    def queries(self, index: int, queries: torch.Tensor, store: Store) -> None:
+        """As :class:`tidekv.models.stock.Watch` has it."""
+        if self._window:
+            self._queries.push(queries)
+        if self._every and self._task.choice is not None:
+            with scopes.component("Temp"), scopes.phase("score"):
+                decoder = self._task.decoder
+                self._task.choice.observe(
+                    index,
+                    queries,
+                    store.read()[0],
+                    scaling=decoder.scaling(index),
+                    softcap=decoder.softcap,
+                )
+
+    def inputs(self, _: int, normed: torch.Tensor) -> None:
+        """As :class:`tidekv.models.stock.Watch` has it."""
+        if self.input_rows:
+            self._inputs.push(normed)
+
+    def end(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerEnd:
+        """The layer as the selector sees it, all its rows being there."""
+        decoder, total = self._task.decoder, self._task.prompt_tokens
+        inputs = rope = None
+        if self.input_rows:
+            inputs = self._inputs.rows()
+            rope = decoder.rope_table(Span(total - inputs.shape[1], total, total))
+        return LayerEnd(
+            index,
+            self._queries.rows(),
+            keys,
+            values,
+            decoder.scaling(index),
+            decoder.softcap,
+            decoder.attention(index),
+            inputs,
+            rope,
+        )
+
+    def clear(self) -> None:
+        """Begin with another layer."""
+        self._queries.clear()
+        self._inputs.clear()
+
+
+def step_of(task: Task, index: int, span: Span, store: Store, watch: Any) -> Step:
+    """One layer for one chunk of the task."""
+    return Step(index, span, store, watch, task.backend)
+
+
+def end_layer(task: Task, filled: CompactCache, end: LayerEnd) -> list[Selection]:
+    """Move what is kept of a finished layer into the cache.
 
     Returns:
-        The kept positions, one (B, Hkv, rows), if the task keeps them; none with no eviction.
+        What was kept, one selection, if the task wants to know; none with no eviction.
     """
-    indices = []
-    if task.eviction is None:
-        cache.layers[layer.index].store(layer.keys, layer.values, dropped=0)
+    kept = []
+    if task.choice is None:
+        filled.layers[end.index].store(end.keys, end.values, dropped=0)
     else:
-        kept = _evict(cache, layer, task.eviction)
-        indices = [kept] if task.keep_indices else []
+        selection = _evict(filled, end, task.choice)
+        for index, rows in task.choice.shrink():
+            with scopes.phase("compress"):
+                filled.layers[index].shrink(rows)
+        kept = [selection] if task.keep_indices else []
     if task.on_layer is not None:
-        task.on_layer(layer.index)
-    return indices
+        task.on_layer(end.index)
+    return kept
 
 
-def _evict(cache: CompactCache, layer: LayerEnd, eviction: Eviction) -> torch.Tensor:
+def _evict(cache: CompactCache, end: LayerEnd, choice: Choice) -> Selection:
     with scopes.component("Temp"):
         with scopes.phase("score"):
-            indices = eviction.selector.select(layer, eviction.rows, eviction.scoring)
+            selection = choice.select(end)
         with scopes.phase("compress"):
-            rows = indices.unsqueeze(-1).expand(-1, -1, -1, layer.keys.shape[-1])
-            with scopes.component("KV_res/compact"):
-                keys, values = layer.keys.gather(2, rows), layer.values.gather(2, rows)
-    dropped = layer.keys.shape[2] - eviction.rows
-    cache.layers[layer.index].store(keys, values, dropped=dropped)
-    return indices
+            if selection.counts is None:
+                keys, values = gathered(end, selection.indices)
+            else:
+                keys, values = _flat(end, selection.indices, selection.counts)
+    seen = end.keys.shape[2]
+    layer = cache.layers[end.index]
+    if selection.counts is None:
+        layer.store(keys, values, dropped=seen - keys.shape[2])
+    else:
+        layer.store_flat(keys, values, selection.counts, prompt_tokens=seen)
+    return selection
+
+
+def gathered(end: LayerEnd, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows (B, Hkv, K) of a layer's keys and values, each (B, Hkv, K, D)."""
+    rows = indices.unsqueeze(-1).expand(-1, -1, -1, end.keys.shape[-1])
+    with scopes.component("KV_res/compact"):
+        return end.keys.gather(2, rows), end.values.gather(2, rows)
+
+
+def _flat(
+    end: LayerEnd, indices: torch.Tensor, counts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows (T,) of a layer whose heads keep ``counts`` (B, Hkv) of them, each (T, D)."""
+    heads = torch.arange(counts.numel(), device=counts.device)
+    head = heads.repeat_interleave(counts.flatten(), output_size=indices.numel())
+    with scopes.component("KV_res/compact"):
+        return end.keys.flatten(0, 1)[head, indices], end.values.flatten(0, 1)[head, indices]

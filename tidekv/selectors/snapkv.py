@@ -5,13 +5,13 @@ from typing import Literal
 
 import torch
 
-from tidekv.errors import InfeasibleError, check_choice
-from tidekv.scoring import Rule, best, scores_blockwise, scores_dense
-from tidekv.selectors.base import LayerEnd
+from tidekv.errors import InfeasibleError
+from tidekv.scoring import Attention, Rule, keep_best, key_scores
+from tidekv.selectors.base import LayerEnd, Selector
 
 
 @dataclass(frozen=True)
-class SnapKV:
+class SnapKV(Selector):
     """Keep what the last ``window`` queries attend to.
 
     ``window=32``, ``kernel_size=7`` and max pooling are those of the authors' LongBench runs
@@ -28,6 +28,7 @@ class SnapKV:
         pooling: over neighbouring keys.
         sinks: rows kept at the start of the prompt.
         aggregate: over the query heads of a KV head.
+        aggregate_first: aggregate before pooling, not after it; the same for a mean of averages.
         block_size: keys that blockwise scoring reads at a time.
     """
 
@@ -36,61 +37,37 @@ class SnapKV:
     pooling: Literal["max", "avg"] = "max"
     sinks: int = 4
     aggregate: Literal["mean", "max"] = "mean"
+    aggregate_first: bool = True
     block_size: int = 2048
 
     def __post_init__(self) -> None:
         if self.window < 1 or self.sinks < 0 or self.block_size < 1:
             raise InfeasibleError(
-                "SnapKV needs window ≥ 1, sinks ≥ 0 and block_size ≥ 1, not "
+                f"{type(self).__name__} needs window ≥ 1, sinks ≥ 0 and block_size ≥ 1, not "
                 f"window={self.window}, sinks={self.sinks}, block_size={self.block_size}."
             )
-        if self.kernel_size < 1 or self.kernel_size % 2 == 0:
-            raise InfeasibleError(
-                f"SnapKV's kernel_size must be odd and positive, not {self.kernel_size}."
-            )
-        check_choice("pooling", self.pooling, ("max", "avg"))
-        check_choice("aggregate", self.aggregate, ("mean", "max"))
+        self._rule()  # checks its part
 
-    def check(self, prompt_tokens: int, rows: int) -> None:
-        """See :meth:`tidekv.selectors.base.Selector.check`."""
-        mandatory = self.sinks + self.window
-        if mandatory > prompt_tokens:
-            raise InfeasibleError(
-                f"SnapKV's {self.sinks} sinks and window of {self.window} don't fit a prompt of "
-                f"{prompt_tokens} tokens; use smaller ones, or selector=None."
-            )
-        if mandatory > rows:
-            raise InfeasibleError(
-                f"SnapKV keeps {self.sinks} sinks and a window of {self.window}, more than the "
-                f"budget of {rows} rows; use a budget of at least {mandatory}."
-            )
+    @property
+    def mandatory(self) -> int:
+        """Sinks and window."""
+        return self.sinks + self.window
 
     def select(self, layer: LayerEnd, rows: int, scoring: str) -> torch.Tensor:
         """See :meth:`tidekv.selectors.base.Selector.select`."""
-        batch, kv_heads, length = layer.keys.shape[:3]
-        if rows == length:
-            return torch.arange(rows, device=layer.keys.device).repeat(batch, kv_heads, 1)
-        rule = Rule(self.aggregate, self.pooling, self.kernel_size)
-        count = rows - self.sinks - self.window
-        if scoring == "dense":
-            scores = scores_dense(layer.queries, layer.keys, scaling=layer.scaling, rule=rule)
-        else:
-            scores = scores_blockwise(
-                layer.queries,
-                layer.keys,
-                scaling=layer.scaling,
-                rule=rule,
-                block_size=self.block_size,
-            )
-        top = best(scores, first=self.sinks, count=count)
-        sinks = torch.arange(self.sinks, device=top.device)
-        window = torch.arange(length - self.window, length, device=top.device)
-        kept = torch.cat(
-            (
-                sinks.expand(batch, kv_heads, -1),
-                top,
-                window.expand(batch, kv_heads, -1),
-            ),
-            dim=-1,
+        scores = self.scores(layer, scoring)
+        return keep_best(scores, rows=rows, length=layer.keys.shape[2], sinks=self.sinks)
+
+    def scores(self, layer: LayerEnd, scoring: str) -> torch.Tensor:
+        """Of every row before the window: (B, Hkv, S-W)."""
+        scores = key_scores(
+            Attention(layer.queries, layer.keys, layer.scaling, layer.softcap),
+            self._rule(),
+            scoring=scoring,
+            block_size=self.block_size,
         )
-        return kept.sort(dim=-1).values
+        # A chunk shorter than the window has fewer queries, but the window is kept all the same.
+        return scores[..., : layer.keys.shape[2] - self.window]
+
+    def _rule(self) -> Rule:
+        return Rule(self.aggregate, self.pooling, self.kernel_size, self.aggregate_first)

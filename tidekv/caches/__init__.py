@@ -1,0 +1,21 @@
+"""What decoding continues from: transformers caches of fewer rows, or fewer bits, than usual.
+
+A schedule calls ``cache.layers[i].store(…)`` or ``.store_flat(…)`` at a layer's end, whatever the
+cache is.
+"""
+
+from tidekv.caches.compact import CompactCache, CompactLayer
+from tidekv.caches.host import HostCache, HostLayer
+from tidekv.caches.quantised import QuantisedCache, QuantisedLayer
+from tidekv.caches.ragged import RaggedCache, RaggedLayer
+
+__all__ = [
+    "CompactCache",
+    "CompactLayer",
+    "HostCache",
+    "HostLayer",
+    "QuantisedCache",
+    "QuantisedLayer",
+    "RaggedCache",
+    "RaggedLayer",
+]

@@ -1,0 +1,244 @@
+"""A transformers ``Cache`` whose layers hold fewer rows than tokens were seen.
+
+The *logical* length (tokens seen) decides positions and how ``generate`` slices its input; the
+*physical* length (rows kept) decides the mask. Kept rows carry their original rotary positions.
+
+transformers makes one mask for all layers. Where all of them kept equally many rows it has a
+column for each. Where they didn't, it has one column for all kept rows of the prompt and one for
+each token since, and every layer's keys bring what is missing (:mod:`tidekv.caches.masked`).
+
+Shapes: B batch, Hkv KV heads, D head size.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+from memtrace import scopes
+from tidekv.caches.masked import MaskedKeys
+from tidekv.compat import new_rows
+from tidekv.errors import InfeasibleError
+
+#: The memtrace component of what a cache holds.
+RESIDENT = "KV_res/compact"
+
+
+class CompactLayer(DynamicLayer):
+    """One layer: ``keys`` and ``values`` of shape (B, Hkv, rows, D).
+
+    Attributes:
+        kept: rows of the prompt in each head since :meth:`store`; 0 before.
+        dropped: rows of the prompt that are not among them.
+        decoded: rows that :meth:`update` appended since.
+    """
+
+    keys: torch.Tensor | None
+    values: torch.Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = self.dropped = self.decoded = 0
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the heads keep unequal numbers of rows."""
+        return False
+
+    def store(self, keys: torch.Tensor, values: torch.Tensor, *, dropped: int) -> None:
+        """Hold these rows, and only these, from now on.
+
+        Args:
+            keys, values: (B, Hkv, rows, D); the layer owns them now.
+            dropped: how many rows of the prompt are not among them.
+        """
+        self._hold(keys, values)
+        self.kept, self.dropped, self.decoded = keys.shape[2], dropped, 0
+
+    def store_flat(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        counts: torch.Tensor,
+        *,
+        prompt_tokens: int,
+        longest: int | None = None,
+    ) -> None:
+        """Hold unequal numbers of rows; see :meth:`tidekv.caches.ragged.RaggedLayer.store_flat`.
+
+        Raises:
+            InfeasibleError: this layer can't.
+        """
+        raise InfeasibleError(
+            f"{type(self).__name__} holds equally many rows in each head; use a selector without "
+            "budgets per head, or a RaggedCache."
+        )
+
+    def shrink(self, indices: torch.Tensor) -> None:
+        """Keep only these of the kept rows; the memory of the others is freed.
+
+        Args:
+            indices: (B, Hkv, k), int64, into the rows kept so far, ascending.
+
+        Raises:
+            InfeasibleError: tokens were decoded since :meth:`store`.
+        """
+        if self.keys is None or self.values is None or self.decoded:
+            raise InfeasibleError("A layer can shrink only between store and the first update.")
+        with scopes.component(RESIDENT):
+            keys, values = (
+                rows.gather(2, indices.unsqueeze(-1).expand(-1, -1, -1, rows.shape[-1]))
+                for rows in (self.keys, self.values)
+            )
+        self.store(keys, values, dropped=self.dropped + self.kept - indices.shape[2])
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append (B, Hkv, new, D); the first call is the prompt of the layer that runs."""
+        detail = RESIDENT if self.is_initialized else "KV_res/full"
+        with scopes.component(detail):
+            updated: tuple[torch.Tensor, torch.Tensor] = super().update(
+                key_states, value_states, *args, **kwargs
+            )
+        self.decoded += key_states.shape[2]
+        return updated
+
+    def visible(self) -> torch.Tensor | None:
+        """(B, Hkv, kept), which of the kept rows that :meth:`update` returns count; None = all."""
+        return None
+
+    def get_seq_length(self) -> int:
+        """Tokens seen."""
+        return self.dropped + self.kept + self.decoded
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """(rows after the update, offset of row 0).
+
+        The offset makes every kept row older than any new token, so a question of several tokens
+        sees all of them and stays causal in itself.
+        """
+        return self.kept + self.decoded + new_rows(query_length), self.dropped
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens that were decoded.
+
+        Args:
+            tokens_to_remove: minus their number; up to transformers 5.2 also what is to be left of
+                the tokens seen, as a positive number.
+
+        Raises:
+            InfeasibleError: it would reach into the prompt.
+        """
+        removed = -tokens_to_remove
+        if tokens_to_remove > 0:
+            removed = max(self.get_seq_length() - tokens_to_remove, 0)
+        if removed > self.decoded:
+            raise InfeasibleError(
+                f"Only the {self.decoded} tokens decoded since the prompt can be removed from the "
+                f"cache, not {removed}; prefill the shorter prompt instead."
+            )
+        if removed:
+            self._crop(removed)
+            self.decoded -= removed
+
+    def reset(self) -> None:
+        """Forget all rows, in every release (4.57 would zero them and keep their number)."""
+        self.keys = self.values = None
+        self.is_initialized = False
+        self.kept = self.dropped = self.decoded = 0
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Entry i of the batch continues what entry ``beam_idx[i]`` was."""
+        self._change_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each entry of the batch becomes ``repeats`` entries."""
+        self._change_batch(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Only these entries of the batch."""
+        self._change_batch(lambda tensor: tensor[indices.to(tensor.device)])
+
+    def rows(self) -> float:
+        """Rows held in a head; the mean where they differ."""
+        return self.kept + self.decoded
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Everything the layer holds on the device."""
+        if self.keys is not None and self.values is not None:
+            yield from (self.keys, self.values)
+
+    def _hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.keys, self.values = keys, values
+        self.dtype, self.device = keys.dtype, keys.device
+        self.is_initialized = True
+        scopes.retag(keys, RESIDENT)
+        scopes.retag(values, RESIDENT)
+
+    def _crop(self, removed: int) -> None:
+        assert self.keys is not None and self.values is not None
+        self.keys, self.values = self.keys[:, :, :-removed], self.values[:, :, :-removed]
+
+    def _change_batch(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Apply ``change`` to all that has one entry for each of the batch."""
+        if self.keys is not None and self.values is not None:
+            with scopes.component(RESIDENT):
+                self.keys, self.values = change(self.keys), change(self.values)
+
+
+class CompactCache(Cache):
+    """One layer per decoder layer; what plain ``generate()`` takes.
+
+    Layers may keep different numbers of rows. Other caches differ in what their layers are.
+    """
+
+    layers: list[CompactLayer]
+    layer_class: ClassVar[type[CompactLayer]] = CompactLayer
+
+    def __init__(self, num_layers: int, **parameters: Any) -> None:
+        """``parameters`` are those of the layers."""
+        super().__init__(layers=[self.layer_class(**parameters) for _ in range(num_layers)])
+        #: 1 while the logits of the last prompt token wait to be handed to ``generate``.
+        self.pending = 0
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append to a layer; what its attention code is to use, (B, Hkv, rows, D) each."""
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        layer = self.layers[layer_idx]
+        chosen = layer.kept or layer.ragged  # not while the layer's prompt is being read
+        if chosen and not self._one_mask_fits_all():
+            keys = MaskedKeys.of(keys, layer.visible(), layer.decoded)
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen, less the pending one."""
+        return int(super().get_seq_length(layer_idx)) - self.pending
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        """(columns, position of the first), see the module."""
+        layer = self.layers[layer_idx]
+        if self._one_mask_fits_all():
+            return layer.get_mask_sizes(query_length)
+        since_prompt = layer.decoded + new_rows(query_length)
+        return 1 + since_prompt, layer.dropped + layer.kept - 1
+
+    def rows(self) -> list[float]:
+        """Rows held in a head, layer by layer; the mean over the heads where they differ."""
+        return [layer.rows() for layer in self.layers]
+
+    def nbytes(self) -> int:
+        """Bytes of everything the layers hold on the device."""
+        return sum(int(tensor.nbytes) for layer in self.layers for tensor in layer.tensors())
+
+    def _one_mask_fits_all(self) -> bool:
+        kept = self.layers[0].kept
+        return not any(layer.ragged or layer.kept != kept for layer in self.layers)

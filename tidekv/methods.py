@@ -1,0 +1,95 @@
+"""Which schedule, selector and cache go together, and why others don't."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from tidekv.caches import CompactCache, QuantisedCache, RaggedCache
+from tidekv.errors import InfeasibleError, check_choice
+from tidekv.schedules import SCHEDULES, Schedule
+from tidekv.selectors import SELECTORS, Selector
+
+#: How kept rows are held.
+CACHES: Mapping[str, type[CompactCache]] = {
+    "full_precision": CompactCache,
+    "kivi": QuantisedCache,
+}
+
+
+def cache_of(
+    schedule: Schedule, selector: Selector | None, cache: str | Callable[[int], CompactCache]
+) -> Callable[[int], CompactCache]:
+    """What holds the rows that are kept, made for a number of layers.
+
+    Args:
+        cache: a name in :data:`CACHES`, or what makes one, such as
+            ``functools.partial(QuantisedCache, bits=4)``.
+
+    Raises:
+        InfeasibleError: they don't go together, or there is no such cache.
+    """
+    if isinstance(cache, str):
+        check_choice("cache", cache, CACHES)
+        cache = CACHES[cache]
+    made = cache.func if isinstance(cache, partial) else cache
+    quantised = isinstance(made, type) and issubclass(made, QuantisedCache)
+    reason = obstacle(type(schedule), None if selector is None else type(selector), quantised)
+    if reason is not None:
+        raise InfeasibleError(reason)
+    if made is CompactCache:
+        if selector is None and schedule.cache_class is not None:
+            return schedule.cache_class
+        if selector is not None and selector.head_budgets:
+            return RaggedCache
+    return cache
+
+
+def obstacle(
+    schedule: type[Schedule], selector: type[Selector] | None, quantised: bool = False
+) -> str | None:
+    """Why they don't go together, in one sentence; None: they do."""
+    name = _name(SCHEDULES, schedule)
+    if selector is None:
+        if not schedule.keeps_all:
+            return f"The schedule {name} is about evicting; name a selector, or another schedule."
+        return None
+    chosen = _name(SELECTORS, selector)
+    if not schedule.whole_layers:
+        if selector.every_query:
+            return (
+                f"The selector {chosen} needs every query of the prompt, and under {name} rows are "
+                "gone before later queries come; use another schedule."
+            )
+        if selector.head_budgets:
+            return (
+                f"The selector {chosen} keeps unequal numbers of rows in the heads of a layer, and "
+                f"under {name} later chunks attend to them; use another schedule."
+            )
+        if selector.across_layers:
+            return (
+                f"The selector {chosen} decides across layers once each has seen the whole prompt; "
+                f"use another schedule than {name}."
+            )
+    if quantised and selector.head_budgets:
+        return (
+            "A quantised cache holds equal numbers of rows in the heads of a layer, which "
+            f"{chosen} doesn't keep; use another selector, or the cache full_precision."
+        )
+    if quantised and selector.across_layers:
+        return (
+            f"A quantised cache can't be chosen from again, as {chosen} does with finished layers; "
+            "use another selector, or the cache full_precision."
+        )
+    return None
+
+
+def table() -> list[tuple[str, dict[str, str | None]]]:
+    """Each selector, and by schedule why it doesn't go with it (None: it does)."""
+    return [
+        (name, {other: obstacle(schedule, selector) for other, schedule in SCHEDULES.items()})
+        for name, selector in SELECTORS.items()
+    ]
+
+
+def _name(registry: Mapping[str, type[Any]], wanted: type) -> str:
+    return next((name for name, one in registry.items() if one is wanted), wanted.__name__)

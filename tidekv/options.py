@@ -1,0 +1,74 @@
+"""Parameters of schedules, selectors and caches by name, and values for them from text."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from tidekv.errors import InfeasibleError
+
+_TRUTH = {"true": True, "false": False}
+
+
+def parameters(made: type) -> dict[str, inspect.Parameter]:
+    """What a class can be made with, by name; each has a type and a default."""
+    return dict(inspect.signature(made, eval_str=True).parameters)
+
+
+def defaults(made: type) -> dict[str, Any]:
+    """The value of each parameter where none is given."""
+    return {name: one.default for name, one in parameters(made).items()}
+
+
+def parse(what: str, made: type, pairs: Sequence[str]) -> dict[str, Any]:
+    """Values for parameters of ``made``, each of the type that the parameter has.
+
+    Args:
+        what: is made, for messages, such as "selector snapkv".
+        pairs: ``NAME=VALUE`` each.
+
+    Raises:
+        InfeasibleError: no such parameter, or no such value.
+    """
+    known = parameters(made)
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise InfeasibleError(f"An option of the {what} is NAME=VALUE, not {pair!r}.")
+        if name not in known:
+            has = f"use one of {', '.join(known)}" if known else "it has none; drop it"
+            raise InfeasibleError(f"The {what} has no parameter {name!r}; {has}.")
+        if name in values:
+            raise InfeasibleError(f"The parameter {name} of the {what} is given twice; drop one.")
+        values[name] = _value(what, name, text, known[name].annotation)
+    return values
+
+
+def _value(what: str, name: str, text: str, kind: Any) -> Any:
+    choices = _choices(kind)
+    for read in choices.values():
+        try:
+            return read(text)
+        except (KeyError, ValueError):
+            continue
+    raise InfeasibleError(
+        f"The parameter {name} of the {what} is {' or '.join(choices)}, not {text!r}."
+    )
+
+
+def _choices(kind: Any) -> Mapping[str, Any]:
+    """What a value of a type can be, in words, and what reads each from text."""
+    if get_origin(kind) in (Union, UnionType):
+        # None first: every text is a string.
+        parts = sorted(get_args(kind), key=lambda part: part is not NoneType)
+        return {words: read for part in parts for words, read in _choices(part).items()}
+    if get_origin(kind) is Literal:
+        return {word: {word: word}.__getitem__ for word in get_args(kind)}
+    return {
+        NoneType: {"none": {"none": None, "None": None}.__getitem__},
+        bool: {"true or false": lambda text: _TRUTH[text.lower()]},
+        int: {"a whole number": int},
+        float: {"a number": float},
+        str: {"a text": str},
+    }[kind]

@@ -1,0 +1,121 @@
+"""H2O (Zhang et al. 2023, arXiv 2306.14048): what all queries together attend to most."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from tidekv.errors import InfeasibleError
+from tidekv.scoring import Attention, keep_best
+from tidekv.selectors.base import Choice, LayerEnd, Request, Selection, Selector, all_rows
+
+#: Queries that are read at a time.
+_QUERIES = 32
+
+
+@dataclass(frozen=True)
+class H2O(Selector):
+    """Keep heavy hitters, the rows that all queries attend to most, and the last rows.
+
+    A row's score is the sum of the weights that it got from every query of the prompt, mean over
+    the query heads of a KV head; as in the paper it isn't divided by the number of queries that
+    could see the row, which favours early ones. No S × S tensor is made: queries are read a few at
+    a time against blocks of keys, which costs the products q·k of the whole prompt twice.
+
+    The paper drops a row per step while it generates. Here a prompt is cut once, at the layer's
+    end; where a schedule evicts while it reads, the sums of kept rows go on growing, as theirs do.
+
+    Attributes:
+        recent_share: of the budget that is the last rows, the rest being heavy hitters; the paper
+            splits it in halves.
+        block_size: keys that are read at a time.
+    """
+
+    recent_share: float = 0.5
+    block_size: int = 2048
+
+    every_query = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.recent_share <= 1 or self.block_size < 1:
+            raise InfeasibleError(
+                "H2O needs recent_share in 0..1 and block_size ≥ 1, not "
+                f"recent_share={self.recent_share}, block_size={self.block_size}."
+            )
+
+    def begin(self, request: Request) -> Choice:
+        """See :meth:`tidekv.selectors.base.Selector.begin`."""
+        return _HeavyChoice(self, request)
+
+    def select(self, layer: LayerEnd, rows: int, scoring: str) -> torch.Tensor:
+        """As :meth:`tidekv.selectors.base.Selector.select`, by the queries that the layer has."""
+        sums = _no_sums(layer.queries, layer.keys, layer.keys.shape[2])
+        attention = Attention(layer.queries, layer.keys, layer.scaling, layer.softcap)
+        self.add(sums, attention, scoring)
+        return self.keep(sums, rows)
+
+    def add(self, sums: torch.Tensor, attention: Attention, scoring: str) -> None:
+        """Add the weights that the queries give every key to ``sums``, (B, Hkv, S)."""
+        queries, keys = attention.queries, attention.keys
+        new, rows = queries.shape[2], keys.shape[2]
+        step = new if scoring == "dense" else _QUERIES
+        for start in range(0, new, step):
+            some = queries[:, :, start : start + step]
+            seen = keys[:, :, : rows - new + start + some.shape[2]]
+            part = Attention(some, seen, attention.scaling, attention.softcap)
+            done = 0
+            for columns in map(_columns, part.weights(scoring, self.block_size, own=True)):
+                sums[..., done : done + columns.shape[2]] += columns
+                done += columns.shape[2]
+
+    def keep(self, sums: torch.Tensor, rows: int) -> torch.Tensor:
+        """Heavy hitters by ``sums``, (B, Hkv, S), and the last rows: (B, Hkv, rows)."""
+        length = sums.shape[2]
+        candidates = sums[..., : length - int(rows * self.recent_share)]
+        return keep_best(candidates, rows=rows, length=length)
+
+
+class _HeavyChoice(Choice):
+    """Remembers what each row of a layer got from all queries."""
+
+    selector: H2O
+
+    def __init__(self, selector: H2O, request: Request) -> None:
+        super().__init__(selector, request)
+        self._sums: dict[int, torch.Tensor] = {}  # (B, Hkv, rows or more)
+
+    def observe(
+        self,
+        index: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+    ) -> None:
+        rows = keys.shape[2]
+        sums = self._sums.get(index)
+        if sums is None:  # for the whole prompt at once, since to grow is to copy
+            sums = _no_sums(queries, keys, self.request.prompt_tokens)
+        elif sums.shape[2] < rows:
+            sums = F.pad(sums, (0, rows - sums.shape[2]))
+        self._sums[index] = sums
+        attention = Attention(queries, keys, scaling, softcap)
+        self.selector.add(sums[..., :rows], attention, self.request.scoring)
+
+    def select(self, layer: LayerEnd) -> Selection:
+        present, rows = layer.keys.shape[2], self.rows(layer.index)
+        sums = self._sums.pop(layer.index)[..., :present]
+        kept = all_rows(layer.keys) if rows >= present else self.selector.keep(sums, rows)
+        self._sums[layer.index] = sums.gather(-1, kept)
+        return Selection(kept)
+
+
+def _no_sums(queries: torch.Tensor, keys: torch.Tensor, rows: int) -> torch.Tensor:
+    dtype = torch.promote_types(queries.dtype, torch.float32)
+    return torch.zeros(*keys.shape[:2], rows, dtype=dtype, device=keys.device)
+
+
+def _columns(weights: torch.Tensor) -> torch.Tensor:
+    """(B, Hkv, G, W, b) → (B, Hkv, b)"""
+    return weights.sum(3).mean(2)
