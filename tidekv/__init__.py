@@ -10,29 +10,60 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tidekv.cache import CompactCache
+    from tidekv.caches import CompactCache, HostCache, QuantisedCache, RaggedCache
     from tidekv.engine import Prefill, decode, generate, prefill
     from tidekv.errors import InfeasibleError
     from tidekv.loading import encode, load_model
-    from tidekv.selectors import SnapKV
-
-_HOMES = {
-    "CompactCache": "tidekv.cache",
-    "InfeasibleError": "tidekv.errors",
-    "Prefill": "tidekv.engine",
-    "SnapKV": "tidekv.selectors",
-    "decode": "tidekv.engine",
-    "encode": "tidekv.loading",
-    "generate": "tidekv.engine",
-    "load_model": "tidekv.loading",
-    "prefill": "tidekv.engine",
-}
+    from tidekv.schedules import (
+        Chunked,
+        HeadOffload,
+        KvOffload,
+        LayerMajor,
+        Online,
+        WholePrompt,
+    )
+    from tidekv.selectors import (
+        CAKE,
+        H2O,
+        TOVA,
+        AdaKV,
+        ChunkKV,
+        KeyDiff,
+        Knorm,
+        KvPress,
+        PyramidKV,
+        Random,
+        Recent,
+        SnapKV,
+        StreamingLLM,
+    )
 
 __all__ = [
+    "CAKE",
+    "H2O",
+    "TOVA",
+    "AdaKV",
+    "ChunkKV",
+    "Chunked",
     "CompactCache",
+    "HeadOffload",
+    "HostCache",
     "InfeasibleError",
+    "KeyDiff",
+    "Knorm",
+    "KvOffload",
+    "KvPress",
+    "LayerMajor",
+    "Online",
     "Prefill",
+    "PyramidKV",
+    "QuantisedCache",
+    "RaggedCache",
+    "Random",
+    "Recent",
     "SnapKV",
+    "StreamingLLM",
+    "WholePrompt",
     "decode",
     "encode",
     "generate",
@@ -40,9 +71,24 @@ __all__ = [
     "prefill",
 ]
 
+#: Where names come from; the others are selectors.
+_HOMES = {
+    "InfeasibleError": "errors",
+    "Prefill": "engine",
+    "decode": "engine",
+    "encode": "loading",
+    "generate": "engine",
+    "load_model": "loading",
+    "prefill": "engine",
+    **dict.fromkeys(("CompactCache", "HostCache", "QuantisedCache", "RaggedCache"), "caches"),
+    **dict.fromkeys(
+        ("Chunked", "HeadOffload", "KvOffload", "LayerMajor", "Online", "WholePrompt"), "schedules"
+    ),
+}
+
 
 def __getattr__(name: str) -> Any:
     """Import on first use: ``tidekv --help`` must not wait for torch."""
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(f"tidekv.{_HOMES.get(name, 'selectors')}"), name)

@@ -121,7 +121,8 @@ def decode(
         (B, S + new), or what ``generate`` returns for the arguments given.
 
     Raises:
-        InfeasibleError: the prefill isn't of this prompt, or was decoded from before.
+        InfeasibleError: the prefill isn't of this prompt, or was decoded from before, or the
+            model is spread over devices.
     """
     seen = prefilled.cache.get_seq_length()
     if seen != prefilled.prompt_tokens:
@@ -139,6 +140,13 @@ def decode(
     # Without a mask, generate takes padding tokens inside the prompt for padding.
     mask = generate_kwargs.pop("attention_mask", None)
     _check_mask(input_ids, mask)
+    device = next(model.parameters()).device
+    if any(one.device != device for one in model.parameters()):
+        raise InfeasibleError(
+            "Decoding needs all of the model's weights on one device; bring them there with "
+            "model.to(device)."
+        )
+    prefilled.cache.to(device)  # from where it was parked
     with scopes.phase("decode"), _first_logits(model, prefilled):
         result: torch.Tensor = model.generate(
             input_ids,
@@ -271,7 +279,8 @@ def _first_logits(model: Any, prefilled: Prefill) -> Iterator[None]:
         copies = kwargs["input_ids"].shape[0] // prefilled.logits.shape[0]
         if copies > 1:  # beams and return sequences
             cache.batch_repeat_interleave(copies)
-        logits = prefilled.logits.repeat_interleave(copies, dim=0).unsqueeze(1)
+        logits = prefilled.logits.to(kwargs["input_ids"].device)
+        logits = logits.repeat_interleave(copies, dim=0).unsqueeze(1)
         return compat.output_with_cache(logits, cache)
 
     cache.pending = 1

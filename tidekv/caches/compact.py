@@ -161,12 +161,19 @@ class CompactLayer(DynamicLayer):
         """Only these entries of the batch."""
         self._change_batch(lambda tensor: tensor[indices.to(tensor.device)])
 
+    def to(self, device: torch.device) -> None:
+        """Bring everything the layer holds to ``device``."""
+        if self.keys is not None and self.values is not None:
+            with scopes.component(RESIDENT):
+                self.keys, self.values = self.keys.to(device), self.values.to(device)
+            self.device = device
+
     def rows(self) -> float:
         """Rows held in a head; the mean where they differ."""
         return self.kept + self.decoded
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Everything the layer holds on the device."""
+        """Everything the layer holds."""
         if self.keys is not None and self.values is not None:
             yield from (self.keys, self.values)
 
@@ -214,8 +221,8 @@ class CompactCache(Cache):
         """Append to a layer; what its attention code is to use, (B, Hkv, rows, D) each."""
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer = self.layers[layer_idx]
-        chosen = layer.kept or layer.ragged  # not while the layer's prompt is being read
-        if chosen and not self._one_mask_fits_all():
+        # A layer that holds no kept rows yet is reading its prompt, under the usual mask.
+        if layer.kept and not self._one_mask_fits_all():
             keys = MaskedKeys.of(keys, layer.visible(), layer.decoded)
         return keys, values
 
@@ -231,12 +238,17 @@ class CompactCache(Cache):
         since_prompt = layer.decoded + new_rows(query_length)
         return 1 + since_prompt, layer.dropped + layer.kept - 1
 
+    def to(self, device: torch.device) -> None:
+        """Bring every layer to ``device``."""
+        for layer in self.layers:
+            layer.to(device)
+
     def rows(self) -> list[float]:
         """Rows held in a head, layer by layer; the mean over the heads where they differ."""
         return [layer.rows() for layer in self.layers]
 
     def nbytes(self) -> int:
-        """Bytes of everything the layers hold on the device."""
+        """Bytes of everything the layers hold."""
         return sum(int(tensor.nbytes) for layer in self.layers for tensor in layer.tensors())
 
     def _one_mask_fits_all(self) -> bool:

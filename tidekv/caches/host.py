@@ -25,6 +25,9 @@ class HostLayer(CompactLayer):
         with scopes.component("Temp"):
             return keys.to(key_states.device), values.to(value_states.device)
 
+    def to(self, device: torch.device) -> None:
+        """Rows stay where they are; they visit ``device`` anyway."""
+
 
 class HostCache(CompactCache):
     """Every layer on the host."""

@@ -145,6 +145,11 @@ class QuantisedLayer(CompactLayer):
         super().reset()
         self._old = None
 
+    def to(self, device: torch.device) -> None:
+        """As :meth:`CompactLayer.to`."""
+        super().to(device)
+        self._map_old(lambda tensor: tensor.to(device))
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything the layer holds on the device."""
         yield from super().tensors()
@@ -186,6 +191,9 @@ class QuantisedLayer(CompactLayer):
 
     def _change_batch(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super()._change_batch(change)
+        self._map_old(change)
+
+    def _map_old(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self._old is not None:
             with scopes.component(RESIDENT):
                 self._old = self._old[0].map(change), self._old[1].map(change)

@@ -24,6 +24,9 @@ class _Flat:
     counts: torch.Tensor
     prompts: torch.Tensor
 
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.keys, self.values, self.counts, self.prompts
+
 
 class RaggedLayer(CompactLayer):
     """A layer that holds T kept rows, however they spread over the heads.
@@ -68,9 +71,15 @@ class RaggedLayer(CompactLayer):
             prompt_tokens: rows that there were.
             longest: the largest count or more, if the host knows one: what a head is padded to
                 while it runs. None reads it from the device, which waits for it.
+
+        Raises:
+            InfeasibleError: no row at all.
         """
+        if len(keys) == 0:
+            raise InfeasibleError("A layer must keep at least one row; use a larger budget.")
         batch, heads = counts.shape
-        self.kept = int(counts.max()) if longest is None else longest
+        # At least one: transformers' mask has a column for the prompt, whatever was kept of it.
+        self.kept = max(int(counts.max()) if longest is None else longest, 1)
         self.dropped, self.decoded = prompt_tokens - self.kept, 0
         nothing = keys.new_empty(batch, heads, 0, keys.shape[-1])
         self._hold(nothing, values.new_empty(batch, heads, 0, values.shape[-1]))
@@ -111,6 +120,13 @@ class RaggedLayer(CompactLayer):
         super().reset()
         self._flat = None
 
+    def to(self, device: torch.device) -> None:
+        """As :meth:`CompactLayer.to`."""
+        super().to(device)
+        if self._flat is not None:
+            with scopes.component(RESIDENT):
+                self._flat = _Flat(*(one.to(device) for one in self._flat.tensors()))
+
     def rows(self) -> float:
         """Rows held in a head, on average."""
         if self._flat is None:
@@ -121,7 +137,7 @@ class RaggedLayer(CompactLayer):
         """Everything the layer holds on the device."""
         yield from super().tensors()
         if self._flat is not None:
-            yield from (self._flat.keys, self._flat.values, self._flat.counts, self._flat.prompts)
+            yield from self._flat.tensors()
 
     def _places(self, flat: _Flat) -> torch.Tensor:
         """Where in the T rows the kept row r of an entry's head is, (kept, B, Hkv).

@@ -223,34 +223,33 @@ class StockDecoder:
             config._attn_implementation = before
 
     def _forward(self, module: Any, index: int | None, span: Span, hidden: torch.Tensor) -> Any:
-        """The forward of ``module`` with one layer, or none."""
-        # The first layer gets what embeddings give, which some families scale within their forward.
-        # Others must not: a layer that ignores its input brings the hidden states in.
-        layers: list[nn.Module] = [] if index == 0 else [_Bring(hidden)]
-        if index is not None:
-            layers.append(self.layers[index])
+        """The forward of ``module`` with one layer, or none and the final norm."""
+        layers = [] if index is None else [self.layers[index]]
         self.base.layers = nn.ModuleList(layers)
         positions = torch.arange(span.start, span.stop, device=hidden.device)[None]
         self.base.rotary_emb.total = span.total
-        options = {compat.cache_argument(self.model): _StandIn()}
-        return module(
-            inputs_embeds=hidden,
-            position_ids=positions,
-            use_cache=True,
-            return_dict=True,
-            **options,
-        )
+        options = {compat.cache_argument(self.model): _StandIn(), "position_ids": positions}
+        # The first layer gets what embeddings give, which some families scale within their forward.
+        # What comes later must not be scaled, so it is put in behind that.
+        taker = None if index == 0 else layers[0] if layers else self.final_norm
+        with nullcontext() if taker is None else _given(taker, hidden):
+            return module(inputs_embeds=hidden, use_cache=True, return_dict=True, **options)
 
 
-class _Bring(nn.Module):
-    """In place of a layer: hidden states that were computed before."""
+@contextmanager
+def _given(module: nn.Module, hidden: torch.Tensor) -> Iterator[None]:
+    """Call ``module`` with these hidden states, whatever it is called with."""
 
-    def __init__(self, hidden: torch.Tensor) -> None:
-        super().__init__()
-        self._hidden = hidden
+    def replace(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (hidden, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": hidden}
 
-    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
-        return self._hidden
+    handle = module.register_forward_pre_hook(replace, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 class _Rotary(nn.Module):

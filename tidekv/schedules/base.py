@@ -167,13 +167,16 @@ class Observer:
         if self.input_rows:
             self._inputs.push(normed)
 
-    def end(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerEnd:
-        """The layer as the selector sees it, all its rows being there."""
+    def end(
+        self, index: int, keys: torch.Tensor, values: torch.Tensor, stop: int | None = None
+    ) -> LayerEnd:
+        """The layer as the selector sees it, after row ``stop`` - 1; None: the prompt's last."""
         decoder, total = self._task.decoder, self._task.prompt_tokens
+        stop = stop or total
         inputs = rope = None
         if self.input_rows:
             inputs = self._inputs.rows()
-            rope = decoder.rope_table(Span(total - inputs.shape[1], total, total))
+            rope = decoder.rope_table(Span(stop - inputs.shape[1], stop, total))
         return LayerEnd(
             index,
             self._queries.rows(),

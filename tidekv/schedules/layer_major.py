@@ -76,7 +76,7 @@ class LayerMajor(Schedule):
                     observer.clear()
                     buffer.rows = 0
                     if self.park_caches:
-                        cache.layers[index].offload()
+                        cache.layers[index].to(torch.device("cpu"))
                     if task.choice is None and index < task.last_layer:
                         if self.park_caches:  # the rows have left the buffer
                             continue

@@ -78,7 +78,7 @@ class _Present(Buffer):
             self.positions = torch.cat((self.positions, new), dim=-1)
         if self.rows <= self._budget:
             return
-        end = observer.end(self._index, *self.read())
+        end = observer.end(self._index, *self.read(), span.stop)
         with scopes.component("Temp"):
             with scopes.phase("score"):
                 indices = self._choice.select(end).indices

@@ -75,8 +75,8 @@ def _attention(model: Any, attention: str) -> Iterator[None]:
             model.set_attn_implementation(name)
     except ValueError as error:
         raise InfeasibleError(
-            f"The code of {type(model).__name__}, which whole_prompt runs, has no attention {name}; "
-            "use attention='eager', or another schedule."
+            f"transformers has no attention {name} for {type(model).__name__}, whose own code "
+            "whole_prompt runs; use attention='eager', or another schedule."
         ) from error
     try:
         with ExitStack() as stack:
