@@ -243,6 +243,51 @@ def best(scores: torch.Tensor, *, first: int, count: int) -> torch.Tensor:
     return top_at
 
 
+def best_of_each(scores: torch.Tensor, counts: torch.Tensor, *, total: int) -> torch.Tensor:
+    """The best of each head where heads keep unequal numbers: (B, total), head after head.
+
+    Extra memory is O(total) per prompt, whatever n and the largest count are.
+
+    Args:
+        scores: (B, H, n).
+        counts: (B, H), at most n each; those of a prompt sum up to ``total``.
+
+    Returns:
+        h·n + position, int64; of a head in no order.
+    """
+    batch, heads, n = scores.shape
+    device = scores.device
+    every_head = torch.arange(batch * heads, device=device)
+    head = every_head.repeat_interleave(counts.flatten(), output_size=batch * total)
+    head = head.view(batch, total) % heads
+    top = torch.full((batch, total), float("-inf"), dtype=scores.dtype, device=device)
+    top_at = torch.full_like(head, -1)  # places that are not taken yet
+    step = max(total // heads, _MERGED)
+    for start in range(0, n, step):
+        block = scores[..., start : start + step]
+        width = block.shape[-1]
+        at = torch.arange(start, start + width, device=device).repeat(batch, heads)
+        both = torch.arange(heads, device=device).repeat_interleave(width).expand(batch, -1)
+        both, at = torch.cat((head, both), -1), torch.cat((top_at, at), -1)
+        values = torch.cat((top, block.flatten(1)), -1)
+        # By score, a place not taken last of all; then by head: stable, so that within a head the
+        # order by score stands, and among equal scores that by position.
+        order = (at < 0).to(torch.uint8).argsort(dim=-1, stable=True)
+        order = order.gather(
+            -1, values.gather(-1, order).argsort(dim=-1, descending=True, stable=True)
+        )
+        order = order.gather(-1, both.gather(-1, order).argsort(dim=-1, stable=True))
+        begins = (counts + width).cumsum(-1) - (counts + width)
+        sorted_head = both.gather(-1, order)
+        rank = torch.arange(order.shape[1], device=device) - begins.gather(-1, sorted_head)
+        first = torch.nonzero_static(
+            (rank < counts.gather(-1, sorted_head)).flatten(), size=batch * total
+        ).squeeze(1)
+        order = order.flatten()[first].view(batch, total)
+        top, top_at = values.gather(-1, order), at.gather(-1, order)
+    return head * n + top_at
+
+
 def keep_best(scores: torch.Tensor, *, rows: int, length: int, sinks: int = 0) -> torch.Tensor:
     """``rows`` of ``length`` positions, ascending: (B, Hkv, rows), int64.
 

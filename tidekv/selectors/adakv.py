@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from tidekv.errors import InfeasibleError
-from tidekv.scoring import best
+from tidekv.scoring import best, best_of_each
 from tidekv.selectors.base import Choice, LayerEnd, Request, Selection, all_rows
 from tidekv.selectors.snapkv import SnapKV
 
@@ -25,7 +25,7 @@ class AdaKV(SnapKV):
 
     The scores are SnapKV's, mean or maximum of a group before pooling, as in the authors' code.
     There ``safeguard`` (``floor_alpha``) is 0.2 in the runs of the paper and 0.5 in the README's
-    example. Equal scores in two heads are won by the lower position, then by the lower head.
+    example. Equal scores in two heads are won by the lower head.
     ``select``, which has no head budgets, is SnapKV's.
 
     Attributes:
@@ -48,38 +48,28 @@ class AdaKV(SnapKV):
     def spread(self, layer: LayerEnd, rows: int, scoring: str) -> Selection:
         """``rows`` per KV head on average, spread over the heads of each prompt."""
         scores = self.scores(layer, scoring)
-        free, candidates = rows - self.mandatory, scores.shape[2] - self.sinks
-        # No head gets more, whatever the scores: it bounds what must be ordered.
-        most = min(scores.shape[1] * free, candidates)
-        top = best(scores, first=self.sinks, count=most)
-        budgets = self._budgets(scores.gather(-1, top), top, free)
-        # A row that isn't kept moves behind all others and is cut off there.
-        length = layer.keys.shape[2]
-        losers = torch.arange(most, device=top.device) >= budgets.unsqueeze(-1)
-        top = top.masked_fill(losers, length).sort(dim=-1).values
-        start = torch.arange(self.sinks, device=top.device).expand(*top.shape[:2], -1)
-        end = torch.arange(length - self.window, length, device=top.device)
-        # Losers stand between the others and the window; taking rows in order skips them.
-        every = torch.cat((start, top, end.expand(*top.shape[:2], -1)), dim=-1).flatten()
-        total = scores.shape[0] * scores.shape[1] * rows
-        kept = torch.nonzero_static(every < length, size=total).squeeze(1)
-        return Selection(every[kept], budgets + self.mandatory)
+        batch, heads = scores.shape[:2]
+        length, free = layer.keys.shape[2], rows - self.mandatory
+        scores[..., : self.sinks] = float("-inf")  # they are kept anyway
+        budgets = self._budgets(scores, free)
+        top = best_of_each(scores, budgets, total=heads * free)
+        head = torch.arange(heads, device=top.device).view(-1, 1)
+        always = torch.arange(self.mandatory, device=top.device)
+        always = always + (length - self.mandatory) * (always >= self.sinks)
+        always = (head * length + always).flatten().expand(batch, -1)
+        # Positions with their heads as one number, so that one sort orders both.
+        kept = torch.cat((top + (length - scores.shape[2]) * (top // scores.shape[2]), always), -1)
+        return Selection(kept.sort(dim=-1).values.flatten() % length, budgets + self.mandatory)
 
-    def _budgets(self, scores: torch.Tensor, positions: torch.Tensor, free: int) -> torch.Tensor:
+    def _budgets(self, scores: torch.Tensor, free: int) -> torch.Tensor:
         """Rows of each head beside the mandatory ones: (B, Hkv), int64, Hkv·``free`` per prompt.
 
         Args:
-            scores: (B, Hkv, n) of every head's best rows.
-            positions: theirs, (B, Hkv, n).
+            scores: (B, Hkv, n), contiguous.
         """
-        heads, each = scores.shape[1:]
-        by_position = positions.flatten(1).argsort(dim=-1, stable=True)
-        by_score = scores.flatten(1).gather(-1, by_position)
-        by_score = by_score.argsort(dim=-1, descending=True, stable=True)
-        winners = by_position.gather(-1, by_score[:, : heads * free]).div(
-            each, rounding_mode="floor"
-        )
-        number = torch.zeros(scores.shape[0], heads, dtype=torch.int64, device=scores.device)
+        batch, heads, candidates = scores.shape
+        winners = best(scores.flatten(1), first=0, count=heads * free) // candidates
+        number = torch.zeros(batch, heads, dtype=torch.int64, device=scores.device)
         number.scatter_add_(1, winners, torch.ones_like(winners))
         exact = number.double() * (1 - self.safeguard) + self.safeguard * free
         budgets = exact.floor()

@@ -112,8 +112,8 @@ def adakv(ada: AdaKV, layer: LayerEnd, rows: int) -> Kept:
     kept: Kept = []
     for batch in range(layer.keys.shape[0]):
         scores = [snapkv_scores(ada, layer, batch, head) for head in heads]
-        rivals = sorted((-scores[h][i], i, h) for h in heads for i in candidates)
-        winners = [head for _, _, head in rivals[: free * len(heads)]]
+        rivals = sorted((-scores[h][i], h, i) for h in heads for i in candidates)
+        winners = [head for _, head, _ in rivals[: free * len(heads)]]
         exact = [winners.count(h) * (1 - ada.safeguard) + ada.safeguard * free for h in heads]
         budgets = [math.floor(value) for value in exact]
         by_remainder = sorted(heads, key=lambda h: (budgets[h] - exact[h], h))
