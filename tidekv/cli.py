@@ -5,7 +5,6 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tidekv.errors import TidekvError
 
@@ -16,17 +15,27 @@ _EPILOG = """\
 examples:
   tidekv run --model smollm2 --prompt-file traces/demo-prompt.txt
   tidekv run --model ./my-llama --prompt-file long.txt --schedule whole_prompt --budget 0.1
-  tidekv run --model llama-3.1-8b --prompt-tokens 65536 --device cuda --selector none --json
+  tidekv run --model llama-3.1-8b --prompt-tokens 65536 --device cuda --stream-weights \\
+      --max-new-tokens 0
+  tidekv run --prompt-file long.txt --selector snapkv --selector-option window=64 \\
+      --cache kivi --cache-option bits=4
   tidekv fetch smollm2
+  tidekv fidelity
   tidekv methods
-
-run --json prints one object: schema, model, dtype, device, schedule, selector, attention, scoring,
-chunk_size, prompt_tokens, generated_tokens, rows_kept (per layer and KV head), cache_bytes (before
-decoding), time_to_first_token_s, decode_tokens_per_s (null below two tokens), text (null without a
-tokenizer).
 
 exit status: 0 done, 1 out of device memory, 2 bad input, 130 interrupted.
 """
+
+_RUN_EPILOG = (
+    _EPILOG
+    + """
+run --json prints one object: schema, model, dtype, device, schedule, schedule_parameters,
+selector, selector_parameters, cache, cache_parameters, attention, attention_kernel (what was
+taken for it), scoring, chunk_size, prompt_tokens, generated_tokens, rows_kept (per layer and KV
+head, on average), cache_bytes (before decoding), prefill_s, time_to_first_token_s (null without
+one), decode_tokens_per_s (null below two tokens), text (null without a tokenizer).
+"""
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         "run",
         help="answer a prompt",
         description="Answer one prompt, through the tokenizer's chat template if it has one.",
-        epilog=_EPILOG,
+        epilog=_RUN_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run.set_defaults(command=_run)
@@ -78,13 +87,50 @@ def _parser() -> argparse.ArgumentParser:
         help="rows kept per layer and KV head, or a share such as 0.25 (default: 1024, or the "
         "whole prompt where it is shorter)",
     )
-    run.add_argument("--chunk-size", type=int, default=512, help="default: %(default)s")
-    run.add_argument("--max-new-tokens", type=int, default=64, help="default: %(default)s")
+    run.add_argument(
+        "--chunk-size",
+        type=int,
+        metavar="ROWS",
+        help="that a schedule advances at a time (default: its own)",
+    )
+    run.add_argument(
+        "--cache",
+        default="full_precision",
+        help="how kept rows are held: full_precision or kivi (default: %(default)s)",
+    )
+    run.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="0 only reads the prompt (default: %(default)s)",
+    )
     run.add_argument(
         "--scoring", default="blockwise", help="blockwise or dense (default: %(default)s)"
     )
-    run.add_argument("--window", type=int, help="the selector's observation window, in rows")
-    run.add_argument("--sinks", type=int, help="rows the selector keeps at the prompt's start")
+    for what in ("schedule", "selector", "cache"):
+        run.add_argument(
+            f"--{what}-option",
+            action="append",
+            default=[],
+            metavar="NAME=VALUE",
+            help=f"a parameter of the {what}, see tidekv methods; may be repeated",
+        )
+    run.add_argument(
+        "--piece-rows",
+        type=int,
+        metavar="ROWS",
+        help="that norms, projections and the MLP take at a time within a chunk",
+    )
+    for flag, meaning in (
+        ("stream-weights", "the model stays on the host, each layer's weights visit --device once"),
+        ("host-embeddings", "embeddings and head stay on the host during the prefill"),
+        ("host-bridge", "hidden states live on the host, two chunks of them on the device"),
+        ("park-caches", "finished layers' caches wait on the host until decoding"),
+    ):
+        run.add_argument(
+            f"--{flag}", action="store_const", const=True, help=f"{meaning} (layer_major)"
+        )
     run.add_argument(
         "--attention",
         default="sdpa",
@@ -102,9 +148,46 @@ def _parser() -> argparse.ArgumentParser:
     fetch.set_defaults(command=_fetch)
     fetch.add_argument("model", choices=["smollm2"])
 
-    methods = commands.add_parser("methods", help="list schedules and selectors")
+    methods = commands.add_parser(
+        "methods",
+        help="list schedules, selectors and caches",
+        description="What there is, what goes together, and why the rest doesn't.",
+    )
     methods.set_defaults(command=_methods)
     methods.add_argument("--json", action="store_true", help="as one JSON object")
+
+    fidelity = commands.add_parser(
+        "fidelity",
+        help="compare schedules with one forward",
+        description="How far hidden states and next-token distributions of each schedule are from "
+        "those of one forward over the whole prompt.",
+        epilog="example:\n  tidekv fidelity --prompt-tokens 2048 --dtype bfloat16\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    fidelity.set_defaults(command=_fidelity)
+    fidelity.add_argument("--model", default="smollm2", help="as of run (default: %(default)s)")
+    fidelity.add_argument(
+        "--prompt-file",
+        type=Path,
+        default=Path("traces/demo-prompt.txt"),
+        metavar="FILE",
+        help="UTF-8 text (default: %(default)s)",
+    )
+    fidelity.add_argument(
+        "--prompt-tokens", type=int, metavar="N", help="of it, no more than these (default: all)"
+    )
+    fidelity.add_argument("--chunk-size", type=int, default=512, help="default: %(default)s")
+    fidelity.add_argument(
+        "--budget", type=_budget, default=1024, help="as of run (default: %(default)s)"
+    )
+    fidelity.add_argument(
+        "--selector",
+        default="snapkv",
+        help="of TideKV and of Block-… (default: %(default)s)",
+    )
+    fidelity.add_argument("--dtype", help="as of run")
+    fidelity.add_argument("--device", default="cpu", help="default: %(default)s")
+    fidelity.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser
 
 
@@ -134,23 +217,20 @@ def _fetch(_: argparse.Namespace) -> None:
     print(smollm2_folder())
 
 
-def _methods(arguments: argparse.Namespace) -> None:
-    from tidekv.schedules import SCHEDULES
-    from tidekv.selectors import SELECTORS
+def _fidelity(arguments: argparse.Namespace) -> None:
+    from tidekv import fidelity
 
-    found = {
-        title: {name: _first_line(method) for name, method in registry.items()}
-        for title, registry in (("schedules", SCHEDULES), ("selectors", SELECTORS))
-    }
+    report = fidelity.run(arguments)
     if arguments.json:
-        print(json.dumps({"schema": JSON_SCHEMA, **found}))
-        return
-    for title, methods in found.items():
-        print(f"{title}:")
-        for name, line in methods.items():
-            print(f"  {name:<14} {line}")
+        print(json.dumps({"schema": JSON_SCHEMA, **report.as_json()}))
+    else:
+        print(report.table())
 
 
-def _first_line(method: Any) -> str:
-    """What the module of a schedule or selector says of it first."""
-    return (sys.modules[method.__module__].__doc__ or "").strip().partition("\n")[0]
+def _methods(arguments: argparse.Namespace) -> None:
+    from tidekv import methods
+
+    if arguments.json:
+        print(json.dumps({"schema": JSON_SCHEMA, **methods.as_json()}))
+    else:
+        print(methods.as_text())

@@ -1,12 +1,14 @@
 """Which schedule, selector and cache go together, and why others don't."""
 
+import textwrap
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from tidekv import options
 from tidekv.caches import CompactCache, QuantisedCache, RaggedCache
 from tidekv.errors import InfeasibleError, check_choice
-from tidekv.schedules import SCHEDULES, Schedule
+from tidekv.schedules import SCHEDULES, Chunked, Schedule
 from tidekv.selectors import SELECTORS, Selector
 
 #: How kept rows are held.
@@ -83,12 +85,78 @@ def obstacle(
     return None
 
 
-def table() -> list[tuple[str, dict[str, str | None]]]:
-    """Each selector, and by schedule why it doesn't go with it (None: it does)."""
-    return [
-        (name, {other: obstacle(schedule, selector) for other, schedule in SCHEDULES.items()})
-        for name, selector in SELECTORS.items()
+def table() -> dict[str, dict[str, str | None]]:
+    """By selector and schedule or cache, why they don't go together (None: they do)."""
+    found: dict[str, dict[str, str | None]] = {}
+    for name, selector in SELECTORS.items():
+        row = {other: obstacle(schedule, selector) for other, schedule in SCHEDULES.items()}
+        found[name] = row | {"kivi": obstacle(Chunked, selector, quantised=True)}
+    return found
+
+
+def as_json() -> dict[str, Any]:
+    """Everything there is, with its parameters, and the table."""
+    return {
+        **{
+            what: {
+                name: {"summary": _summary(made), "parameters": options.defaults(takes)}
+                for name, (made, takes) in entries.items()
+            }
+            for what, entries in _entries().items()
+        },
+        "why_not": table(),
+    }
+
+
+def as_text() -> str:
+    """The same for people, within 80 columns."""
+    reasons: list[str] = []
+
+    def mark(reason: str | None) -> str:
+        if reason is None:
+            return "yes"
+        if reason not in reasons:
+            reasons.append(reason)
+        return f"({reasons.index(reason) + 1})"
+
+    rows = table()
+    columns = next(iter(rows.values())).keys()
+    short = {name: name.replace("_", " ").split() for name in columns}
+    lines = [
+        " " * 13 + "".join(f"{(*words, '')[part]:<9}" for words in short.values())
+        for part in (0, 1)
     ]
+    for selector, row in rows.items():
+        lines.append(f"{selector:<13}" + "".join(f"{mark(row[name]):<9}" for name in columns))
+    lines.append("")
+    for number, reason in enumerate(reasons, 1):
+        lines += textwrap.wrap(f"({number}) {reason}", 80, subsequent_indent="    ")
+    for what, entries in _entries().items():
+        lines += ["", f"{what}:"]
+        for name, (made, takes) in entries.items():
+            lines += textwrap.wrap(
+                f"{name}: {_summary(made)}", 78, initial_indent="  ", subsequent_indent="    "
+            )
+            given = ", ".join(f"{one}={value}" for one, value in options.defaults(takes).items())
+            if given:
+                lines += textwrap.wrap(
+                    given, 76, initial_indent="      ", subsequent_indent="      "
+                )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _entries() -> dict[str, dict[str, tuple[type, type]]]:
+    """What there is by kind and name: a class, and the one whose parameters are the user's."""
+    return {
+        "schedules": {name: (made, made) for name, made in SCHEDULES.items()},
+        "selectors": {name: (made, made) for name, made in SELECTORS.items()},
+        "caches": {name: (made, made.layer_class) for name, made in CACHES.items()},
+    }
+
+
+def _summary(made: type) -> str:
+    """The first sentence or so of its docstring."""
+    return " ".join((made.__doc__ or "").partition("\n\n")[0].replace("``", "").split())
 
 
 def _name(registry: Mapping[str, type[Any]], wanted: type) -> str:

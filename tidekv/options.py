@@ -20,6 +20,11 @@ def defaults(made: type) -> dict[str, Any]:
     return {name: one.default for name, one in parameters(made).items()}
 
 
+def chosen(method: Any) -> dict[str, Any]:
+    """The parameters of a schedule or selector, as they are."""
+    return {name: getattr(method, name) for name in parameters(type(method))}
+
+
 def parse(what: str, made: type, pairs: Sequence[str]) -> dict[str, Any]:
     """Values for parameters of ``made``, each of the type that the parameter has.
 
@@ -65,10 +70,11 @@ def _choices(kind: Any) -> Mapping[str, Any]:
         return {words: read for part in parts for words, read in _choices(part).items()}
     if get_origin(kind) is Literal:
         return {word: {word: word}.__getitem__ for word in get_args(kind)}
-    return {
+    simple: dict[Any, Mapping[str, Any]] = {
         NoneType: {"none": {"none": None, "None": None}.__getitem__},
         bool: {"true or false": lambda text: _TRUTH[text.lower()]},
         int: {"a whole number": int},
         float: {"a number": float},
         str: {"a text": str},
-    }[kind]
+    }
+    return simple[kind]

@@ -1,8 +1,12 @@
 """What ``tidekv run`` does: load, prefill, decode, and measure."""
 
 import argparse
+import functools
 import time
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,15 +15,19 @@ from transformers.generation.streamers import BaseStreamer
 
 from memtrace import scopes
 from memtrace.sizes import format_size
-from tidekv import selectors
+from tidekv import options, schedules
 from tidekv.engine import Prefill, decode, prefill
 from tidekv.errors import DeviceMemoryError, TidekvError, check_choice
 from tidekv.loading import encode, load_model
+from tidekv.methods import CACHES, cache_of
 from tidekv.progress import progress_bar
+from tidekv.schedules import SCHEDULES, LayerMajor, Schedule
 from tidekv.selectors import SELECTORS, Selector
 
 _DEFAULT_BUDGET = 1024  # rows, or the whole prompt where it is shorter
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: Parameters of a schedule that are flags of their own.
+_FLAGS = ("piece_rows", "stream_weights", "host_bridge", "park_caches")
 
 
 @dataclass(frozen=True)
@@ -30,15 +38,21 @@ class Outcome:
     dtype: str
     device: str
     schedule: str
+    schedule_parameters: dict[str, Any]
     selector: str
+    selector_parameters: dict[str, Any]
+    cache: str
+    cache_parameters: dict[str, Any]
     attention: str
+    attention_kernel: str
     scoring: str
-    chunk_size: int
+    chunk_size: int | None
     prompt_tokens: int
     generated_tokens: int
     rows_kept: int
     cache_bytes: int
-    time_to_first_token_s: float
+    prefill_s: float
+    time_to_first_token_s: float | None
     decode_tokens_per_s: float | None
     text: str | None
 
@@ -46,13 +60,28 @@ class Outcome:
         return asdict(self)
 
     def summary(self) -> str:
-        speed = self.decode_tokens_per_s
-        return (
-            f"first token {self.time_to_first_token_s:.2f} s · "
-            f"{'-' if speed is None else f'{speed:.1f}'} tokens/s · "
+        """One line; of a prompt that was only read, also how."""
+        kept = (
             f"kept {self.rows_kept:,} of {self.prompt_tokens:,} rows per layer and KV head "
             f"({format_size(self.cache_bytes)})"
         )
+        first, speed = self.time_to_first_token_s, self.decode_tokens_per_s
+        if first is None:
+            how = f"{self.schedule}, {self.selector}, {self.cache}; {self.attention_kernel}"
+            return f"prefill {self.prefill_s:.2f} s ({how}) · {kept}"
+        return (
+            f"first token {first:.2f} s · {'-' if speed is None else f'{speed:.1f}'} tokens/s · "
+            f"{kept}"
+        )
+
+
+@dataclass(frozen=True)
+class _Methods:
+    """What was chosen on the command line."""
+
+    schedule: Schedule
+    selector: Selector | None
+    cache_parameters: dict[str, Any]
 
 
 def run(arguments: argparse.Namespace, *, stream: bool) -> Outcome:
@@ -61,81 +90,105 @@ def run(arguments: argparse.Namespace, *, stream: bool) -> Outcome:
     Raises:
         TidekvError: bad input, or no device memory left.
     """
-    selector = _selector(arguments)
-    if arguments.max_new_tokens < 1:
-        raise TidekvError(f"--max-new-tokens must be at least 1, not {arguments.max_new_tokens}.")
-    dtype = None
-    if arguments.dtype is not None:
-        check_choice("dtype", arguments.dtype, _DTYPES)
-        dtype = _DTYPES[arguments.dtype]
-    device = _device(arguments.device)
-    try:
+    if arguments.max_new_tokens < 0:
+        raise TidekvError(f"--max-new-tokens must be at least 0, not {arguments.max_new_tokens}.")
+    schedule = _schedule(arguments)
+    dtype, device = dtype_of(arguments.dtype), device_of(arguments.device)
+    streams = isinstance(schedule, LayerMajor) and schedule.stream_weights
+    on_host = streams or arguments.host_embeddings
+    if isinstance(schedule, LayerMajor) and on_host:
+        schedule = replace(schedule, device=device)
+    methods = _Methods(schedule, _selector(arguments), _cache_parameters(arguments))
+    cache_of(schedule, methods.selector, arguments.cache)  # checks, before the model is loaded
+    with memory_errors():
         model, tokenizer = load_model(
-            arguments.model, dtype=dtype, device=device, attention=arguments.attention
+            arguments.model,
+            dtype=dtype,
+            device="cpu" if on_host else device,
+            attention=arguments.attention,
         )
         input_ids = _prompt(arguments, model, tokenizer).to(device)
-        return _answer(arguments, model, tokenizer, input_ids, selector, stream)
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
-            raise  # on the CPU, PyTorch says it with a plain RuntimeError
-        reason = (str(error) or "Out of memory").partition(". ")[0]
-        raise DeviceMemoryError(
-            f"{reason}; use --schedule layer_major, a smaller --chunk-size or a shorter prompt."
-        ) from error
+        if on_host:
+            _place_layers(model, device, streams)
+        return _answer(arguments, methods, model, tokenizer, input_ids, stream)
+
+
+def _place_layers(model: Any, device: str, streams: bool) -> None:
+    """Bring the layers of a model on the host to where they run, or make them ready to go there."""
+    layers = model.base_model.layers
+    if not streams:
+        layers.to(device)
+    elif torch.device(device).type == "cuda":
+        for weight in layers.parameters():  # copies overlap with computing from pinned memory only
+            weight.data = weight.data.pin_memory()
 
 
 def _answer(
     arguments: argparse.Namespace,
+    methods: _Methods,
     model: Any,
     tokenizer: Any,
     input_ids: torch.Tensor,
-    selector: Selector | None,
     stream: bool,
 ) -> Outcome:
     prompt_tokens = input_ids.shape[1]
     printer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     clock = _Clock(printer if stream and tokenizer is not None else None)
+    output = input_ids
+    budget = arguments.budget
+    if budget is None:
+        budget = min(_DEFAULT_BUDGET, prompt_tokens)
     with scopes.request("run", prompt_tokens=prompt_tokens) as request:
         start = time.perf_counter()
         with progress_bar("Prefill", total=model.config.num_hidden_layers) as done:
             prefilled: Prefill = prefill(
                 model,
                 input_ids,
-                schedule=arguments.schedule,
-                selector=selector,
-                budget=arguments.budget or min(_DEFAULT_BUDGET, prompt_tokens),
-                chunk_size=arguments.chunk_size,
-                cache=arguments.cache,
+                schedule=methods.schedule,
+                selector=methods.selector,
+                budget=budget,
+                cache=functools.partial(CACHES[arguments.cache], **methods.cache_parameters),
                 scoring=arguments.scoring,
                 attention=arguments.attention,
                 on_layer=lambda _: done(),
             )
+        if input_ids.device.type == "cuda":
+            torch.cuda.synchronize(input_ids.device)
+        read = time.perf_counter()
         cache_bytes = prefilled.cache.nbytes()
-        output = decode(
-            model,
-            input_ids,
-            prefilled,
-            max_new_tokens=arguments.max_new_tokens,
-            do_sample=False,
-            streamer=clock,
-        )
+        if arguments.max_new_tokens:
+            model.to(input_ids.device)  # what of it was on the host during the prefill
+            output = decode(
+                model,
+                input_ids,
+                prefilled,
+                max_new_tokens=arguments.max_new_tokens,
+                do_sample=False,
+                streamer=clock,
+            )
         request.generated_tokens = output.shape[1] - prompt_tokens
     new = output[0, prompt_tokens:]
     elapsed = clock.last - clock.first
     return Outcome(
         model=arguments.model,
         dtype=str(model.dtype).removeprefix("torch."),
-        device=str(model.device),
+        device=str(input_ids.device),
         schedule=arguments.schedule,
+        schedule_parameters=options.chosen(methods.schedule),
         selector=arguments.selector,
+        selector_parameters=options.chosen(methods.selector) if methods.selector else {},
+        cache=arguments.cache,
+        cache_parameters=methods.cache_parameters,
         attention=arguments.attention,
+        attention_kernel=prefilled.attention,
         scoring=arguments.scoring,
-        chunk_size=arguments.chunk_size,
+        chunk_size=getattr(methods.schedule, "chunk_size", None),
         prompt_tokens=prompt_tokens,
         generated_tokens=len(new),
         rows_kept=prefilled.rows,
         cache_bytes=cache_bytes,
-        time_to_first_token_s=clock.first - start,
+        prefill_s=read - start,
+        time_to_first_token_s=clock.first - start if len(new) else None,
         decode_tokens_per_s=(len(new) - 1) / elapsed if len(new) > 1 else None,
         text=None if tokenizer is None else tokenizer.decode(new, skip_special_tokens=True),
     )
@@ -162,26 +215,82 @@ class _Clock(BaseStreamer):
             self._printer.end()
 
 
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """
+    Raises:
+        DeviceMemoryError: where PyTorch finds no memory.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise  # on the CPU, PyTorch says it with a plain RuntimeError
+        reason = (str(error) or "Out of memory").partition(". ")[0]
+        raise DeviceMemoryError(
+            f"{reason}; use --schedule layer_major, a smaller --chunk-size or a shorter prompt."
+        ) from error
+
+
+def _schedule(arguments: argparse.Namespace) -> Schedule:
+    """The schedule with the parameters given on the command line."""
+    name = arguments.schedule
+    check_choice("schedule", name, SCHEDULES)
+    made = SCHEDULES[name]
+    known = options.parameters(made)
+    flags = {one: getattr(arguments, one) for one in _FLAGS if getattr(arguments, one) is not None}
+    flag = next((one for one in flags if one not in known), None)
+    if arguments.host_embeddings and "device" not in known:
+        flag = "host_embeddings"
+    if flag is not None:
+        raise TidekvError(
+            f"The schedule {name} has no --{flag.replace('_', '-')}; drop it, or use --schedule "
+            "layer_major."
+        )
+    pairs = [*arguments.schedule_option, *(f"{one}={value}" for one, value in flags.items())]
+    given = options.parse(f"schedule {name}", made, pairs)
+    return schedules.make(made(**given), arguments.chunk_size)
+
+
 def _selector(arguments: argparse.Namespace) -> Selector | None:
     """The selector with the parameters given on the command line."""
-    given = {
-        name: getattr(arguments, name)
-        for name in ("window", "sinks")
-        if getattr(arguments, name) is not None
-    }
-    if arguments.selector == "none":
-        if given:
-            raise TidekvError(f"--{next(iter(given))} needs a selector; drop it, or name one.")
+    name = arguments.selector
+    if name == "none":
+        if arguments.selector_option:
+            raise TidekvError("--selector-option needs a selector; drop it, or name one.")
         return None
-    check_choice("selector", arguments.selector, [*SELECTORS, "none"])
-    chosen: Any = SELECTORS[arguments.selector]
-    unknown = given.keys() - {field.name for field in fields(chosen)}
-    if unknown:
-        raise TidekvError(f"The selector {arguments.selector} has no --{min(unknown)}; drop it.")
-    return selectors.make(chosen(**given))
+    check_choice("selector", name, [*SELECTORS, "none"])
+    made = SELECTORS[name]
+    return made(**options.parse(f"selector {name}", made, arguments.selector_option))
 
 
-def _device(name: str) -> str:
+def _cache_parameters(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Of the cache's layers, as given on the command line or by default."""
+    name = arguments.cache
+    check_choice("cache", name, CACHES)
+    made = CACHES[name].layer_class
+    given = options.parse(f"cache {name}", made, arguments.cache_option)
+    made(**given)  # checks them
+    return options.defaults(made) | given
+
+
+def dtype_of(name: str | None) -> torch.dtype | None:
+    """
+    Raises:
+        TidekvError: no floating-point type has this name.
+    """
+    if name is None:
+        return None
+    check_choice("dtype", name, _DTYPES)
+    return _DTYPES[name]
+
+
+def device_of(name: str) -> str:
+    """The name of a device that is there.
+
+    Raises:
+        TidekvError: it isn't.
+    """
     try:
         kind = torch.device(name).type
     except RuntimeError as error:
@@ -195,20 +304,40 @@ def _device(name: str) -> str:
 
 def _prompt(arguments: argparse.Namespace, model: Any, tokenizer: Any) -> torch.Tensor:
     """Token ids of the prompt, (1, S)."""
-    if arguments.prompt_tokens is not None:
-        if arguments.prompt_tokens < 1:
-            raise TidekvError(f"--prompt-tokens must be at least 1, not {arguments.prompt_tokens}.")
-        seed = torch.Generator().manual_seed(0)
-        shape = (1, arguments.prompt_tokens)
-        return torch.randint(model.config.vocab_size, shape, generator=seed)
+    if arguments.prompt_tokens is None:
+        return read_prompt(arguments.prompt_file, arguments.model, tokenizer)
+    check_prompt_tokens(arguments.prompt_tokens)
+    seed = torch.Generator().manual_seed(0)
+    return torch.randint(model.config.vocab_size, (1, arguments.prompt_tokens), generator=seed)
+
+
+def check_prompt_tokens(number: int | None) -> None:
+    """
+    Raises:
+        TidekvError: no prompt has this number of tokens.
+    """
+    if number is not None and number < 1:
+        raise TidekvError(f"--prompt-tokens must be at least 1, not {number}.")
+
+
+def read_prompt(file: Path, model: str, tokenizer: Any) -> torch.Tensor:
+    """Token ids of a file's text, (1, S).
+
+    Args:
+        model: the name of the model whose tokenizer it is.
+
+    Raises:
+        TidekvError: the file is no text, or there is no tokenizer.
+    """
     try:
-        text = arguments.prompt_file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TidekvError(
-            f"The prompt file {arguments.prompt_file} can't be read as UTF-8 text ({error})."
+            f"The prompt file {file} can't be read as UTF-8 text ({error})."
         ) from error
     if tokenizer is None:
         raise TidekvError(
-            f"{arguments.model} comes without a tokenizer; use --prompt-tokens N instead."
+            f"{model} comes without a tokenizer, which text needs; use run --prompt-tokens N, or "
+            "another model."
         )
     return encode(tokenizer, text)

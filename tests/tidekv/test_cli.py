@@ -90,11 +90,49 @@ def test_help_documents_every_json_key(capsys):
 
 
 def test_share_of_the_prompt_and_selector_parameters(command, capsys):
-    options = ["--budget", "0.5", "--window", "8", "--sinks", "0", "--max-new-tokens", "1"]
+    options = ["--budget", "0.5", "--max-new-tokens", "1"]
+    options += ["--selector-option", "window=8", "--selector-option", "aggregate=max"]
     assert main([*command, *options, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["rows_kept"] == result["prompt_tokens"] // 2
     assert result["decode_tokens_per_s"] is None
+    assert result["selector_parameters"]["window"] == 8
+    assert result["selector_parameters"]["aggregate"] == "max"
+    assert result["selector_parameters"]["kernel_size"] == 7
+
+
+def test_parameters_of_schedule_and_cache(command, capsys):
+    options = ["--schedule-option", "piece_rows=9", "--chunk-size", "30", "--park-caches"]
+    options += ["--cache", "kivi", "--cache-option", "bits=4", "--cache-option", "group=8"]
+    options += ["--cache-option", "residual=16", "--max-new-tokens", "2"]
+    assert main([*command, *options, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["schedule_parameters"] == {
+        "chunk_size": 30,
+        "piece_rows": 9,
+        "device": None,
+        "stream_weights": False,
+        "host_bridge": False,
+        "park_caches": True,
+    }
+    assert result["cache_parameters"] == {"bits": 4, "group": 8, "residual": 16}
+    assert result["generated_tokens"] == 2
+
+
+def test_streamed_weights_answer_the_same(command, capsys):
+    texts = []
+    for options in ([], ["--stream-weights", "--host-bridge", "--host-embeddings"]):
+        assert main([*command, *options, "--max-new-tokens", "4", "--json"]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    assert texts[0] == texts[1]
+
+
+def test_no_new_tokens_only_reads_the_prompt(command, capsys):
+    assert main([*command, "--max-new-tokens", "0"]) == 0
+    assert re.match(
+        r"prefill \d+\.\d\d s \(layer_major, snapkv, full_pr.*CPU\) · kept 64 of",
+        (capsys.readouterr().out),
+    )
 
 
 def test_random_prompt(command, capsys):
@@ -107,18 +145,28 @@ def test_random_prompt(command, capsys):
     ("options", "message"),
     [
         (["--budget", "9999"], "outside 1.."),
-        (["--selector", "h2o"], "no selector 'h2o'; use one of snapkv, none"),
-        (["--selector", "none", "--window", "8"], "--window needs a selector"),
-        (["--schedule", "online"], "no schedule 'online'"),
+        (["--selector", "h3o"], "no selector 'h3o'; use one of snapkv, "),
+        (["--selector", "none", "--selector-option", "window=8"], "needs a selector"),
+        (["--schedule", "inline"], "no schedule 'inline'"),
+        (["--schedule", "online", "--selector", "none"], "online is about evicting"),
+        (["--schedule", "online", "--selector", "h2o"], "h2o needs every query"),
+        (["--schedule", "whole_prompt", "--host-bridge"], "whole_prompt has no --host-bridge"),
+        (["--schedule", "online", "--host-embeddings"], "online has no --host-embeddings"),
+        (["--schedule-option", "rows=8"], "layer_major has no parameter 'rows'; use one of chunk"),
+        (["--selector-option", "window=many"], "window of the selector snapkv is a whole number"),
+        (["--selector-option", "window"], "An option of the selector snapkv is NAME=VALUE"),
+        (["--selector-option", "pooling=sum"], "pooling of the selector snapkv is max or avg"),
+        (["--cache", "kivy"], "no cache 'kivy'; use one of full_precision, kivi"),
+        (["--cache", "kivi", "--cache-option", "bits=3"], "no number of bits '3'; use one of 2"),
         (["--scoring", "sparse"], "no scoring 'sparse'"),
         (["--attention", "flash_attention_2"], "needs float16 or bfloat16 on CUDA"),
         (["--attention", "paged"], "no attention 'paged'"),
         (["--dtype", "int8"], "no dtype 'int8'"),
         (["--device", "gpu"], "no device 'gpu'"),
         (["--chunk-size", "0"], "at least 1 row"),
-        (["--window", "0"], "window ≥ 1"),
+        (["--selector-option", "window=0"], "window ≥ 1"),
         (["--model", "nowhere"], "no preset or folder 'nowhere'"),
-        (["--max-new-tokens", "0"], "at least 1, not 0"),
+        (["--max-new-tokens", "-1"], "at least 0, not -1"),
     ],
 )
 def test_bad_input_is_one_sentence_and_status_2(command, capsys, options, message):
@@ -181,6 +229,33 @@ def test_fetch_prints_the_folder(smollm2, capsys):
 def test_methods(capsys):
     assert main(["methods"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^  layer_major +TideKV: ", out, re.MULTILINE)
-    assert re.search(r"^  whole_prompt +The baseline: ", out, re.MULTILINE)
-    assert re.search(r"^  snapkv +SnapKV ", out, re.MULTILINE)
+    assert max(map(len, out.splitlines())) <= 80
+    assert re.search(r"^snapkv +yes +yes +yes +yes +yes +yes +yes$", out, re.MULTILINE)
+    assert re.search(r"^h2o +yes +yes +yes +\(\d\) +yes +yes +yes$", out, re.MULTILINE)
+    assert re.search(r"^  layer_major: TideKV: .*\n.*\n +chunk_size=512", out, re.MULTILINE)
+    assert main(["methods", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["selectors"]["snapkv"]["parameters"]["aggregate_first"] is True
+    assert found["why_not"]["h2o"]["online"].startswith("The selector h2o needs every query")
+    assert found["why_not"]["snapkv"]["online"] is None
+
+
+def test_fidelity(folder, prompt_file, capsys):
+    options = ["fidelity", "--model", str(folder), "--prompt-file", str(prompt_file)]
+    options += ["--chunk-size", "32", "--budget", "64"]
+    assert main(options) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[-6:]] == [
+        "Full-OneShot",
+        "Full-Chunked",
+        "Tide-NoEvict",
+        "TideKV",
+        "Block-SnapKV",
+        "Block-recent",
+    ]
+    assert main([*options, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["budget"] == 64
+    assert found["methods"][4]["relative_l2"] > 100 * found["methods"][3]["relative_l2"]
+    assert main([*options, "--selector", "h2o"]) == 2
+    assert "h2o needs every query" in capsys.readouterr().err

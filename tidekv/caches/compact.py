@@ -196,9 +196,10 @@ class CompactLayer(DynamicLayer):
 
 
 class CompactCache(Cache):
-    """One layer per decoder layer; what plain ``generate()`` takes.
+    """Fewer rows than tokens were seen, in the model's dtype.
 
-    Layers may keep different numbers of rows. Other caches differ in what their layers are.
+    What plain ``generate()`` takes: one layer per decoder layer, which may keep different numbers
+    of rows. Other caches differ in what their layers are.
     """
 
     layers: list[CompactLayer]

@@ -200,6 +200,9 @@ class QuantisedLayer(CompactLayer):
 
 
 class QuantisedCache(CompactCache):
-    """A cache of a few bits; ``parameters`` are those of :class:`QuantisedLayer`."""
+    """Rows of 2 or 4 bits, the newest in full (KIVI).
+
+    Its parameters are those of :class:`QuantisedLayer`.
+    """
 
     layer_class = QuantisedLayer
