@@ -9,33 +9,34 @@ from pathlib import Path
 from tidekv.errors import TidekvError
 
 #: Raised when a key of ``run --json`` changes its meaning or goes away.
-JSON_SCHEMA = 1
+JSON_SCHEMA = 2
 
 _EPILOG = """\
 examples:
   tidekv run --model smollm2 --prompt-file traces/demo-prompt.txt
-  tidekv run --model ./my-llama --prompt-file long.txt --schedule whole_prompt --budget 0.1
-  tidekv run --model llama-3.1-8b --prompt-tokens 65536 --device cuda --stream-weights \\
-      --max-new-tokens 0
-  tidekv run --prompt-file long.txt --selector snapkv --selector-option window=64 \\
-      --cache kivi --cache-option bits=4
-  tidekv fetch smollm2
-  tidekv fidelity
   tidekv methods
+  tidekv fidelity --dtype bfloat16
+  tidekv fetch smollm2
 
 exit status: 0 done, 1 out of device memory, 2 bad input, 130 interrupted.
 """
 
-_RUN_EPILOG = (
-    _EPILOG
-    + """
-run --json prints one object: schema, model, dtype, device, schedule, schedule_parameters,
-selector, selector_parameters, cache, cache_parameters, attention, attention_kernel (what was
-taken for it), scoring, chunk_size, prompt_tokens, generated_tokens, rows_kept (per layer and KV
-head, on average), cache_bytes (before decoding), prefill_s, time_to_first_token_s (null without
-one), decode_tokens_per_s (null below two tokens), text (null without a tokenizer).
+_RUN_EPILOG = """\
+examples:
+  tidekv run --model smollm2 --prompt-file traces/demo-prompt.txt
+  tidekv run --model ./my-llama --prompt-file long.txt --schedule whole_prompt --budget 0.1
+  tidekv run --prompt-file long.txt --selector-option window=64 --cache kivi --cache-option bits=4
+  tidekv run --model llama-3.1-8b --prompt-tokens 65536 --device cuda --stream-weights \\
+      --host-bridge --park-caches --host-embeddings --max-new-tokens 0 --json
+
+run --json prints one object: schema, model, dtype, device, schedule, schedule_parameters, selector,
+selector_parameters, cache, cache_parameters, attention (as asked for), attention_kernel (that
+served), scoring, chunk_size (null without chunks), prompt_tokens, generated_tokens, rows_kept (per
+layer and KV head), cache_bytes (before decoding), prefill_s, time_to_first_token_s (null where none
+was generated), decode_tokens_per_s (null below two tokens), text (null without a tokenizer).
+
+exit status: 0 done, 1 out of device memory, 2 bad input, 130 interrupted.
 """
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,31 +83,23 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--schedule", default="layer_major", help="default: %(default)s")
     run.add_argument("--selector", default="snapkv", help="or none (default: %(default)s)")
     run.add_argument(
+        "--cache", default="full_precision", help="or kivi: 2 bits (default: %(default)s)"
+    )
+    run.add_argument(
         "--budget",
         type=_budget,
         help="rows kept per layer and KV head, or a share such as 0.25 (default: 1024, or the "
         "whole prompt where it is shorter)",
     )
     run.add_argument(
-        "--chunk-size",
-        type=int,
-        metavar="ROWS",
-        help="that a schedule advances at a time (default: its own)",
-    )
-    run.add_argument(
-        "--cache",
-        default="full_precision",
-        help="how kept rows are held: full_precision or kivi (default: %(default)s)",
+        "--chunk-size", type=int, metavar="N", help="rows, for schedules with chunks (default: 512)"
     )
     run.add_argument(
         "--max-new-tokens",
         type=int,
         default=64,
         metavar="N",
-        help="0 only reads the prompt (default: %(default)s)",
-    )
-    run.add_argument(
-        "--scoring", default="blockwise", help="blockwise or dense (default: %(default)s)"
+        help="0: read the prompt only (default: %(default)s)",
     )
     for what in ("schedule", "selector", "cache"):
         run.add_argument(
@@ -114,23 +107,11 @@ def _parser() -> argparse.ArgumentParser:
             action="append",
             default=[],
             metavar="NAME=VALUE",
-            help=f"a parameter of the {what}, see tidekv methods; may be repeated",
+            help=f"a parameter of the {what}, see tidekv methods; can be repeated",
         )
     run.add_argument(
-        "--piece-rows",
-        type=int,
-        metavar="ROWS",
-        help="that norms, projections and the MLP take at a time within a chunk",
+        "--scoring", default="blockwise", help="blockwise or dense (default: %(default)s)"
     )
-    for flag, meaning in (
-        ("stream-weights", "the model stays on the host, each layer's weights visit --device once"),
-        ("host-embeddings", "embeddings and head stay on the host during the prefill"),
-        ("host-bridge", "hidden states live on the host, two chunks of them on the device"),
-        ("park-caches", "finished layers' caches wait on the host until decoding"),
-    ):
-        run.add_argument(
-            f"--{flag}", action="store_const", const=True, help=f"{meaning} (layer_major)"
-        )
     run.add_argument(
         "--attention",
         default="sdpa",
@@ -139,6 +120,22 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's own)")
     run.add_argument("--device", default="cpu", help="default: %(default)s")
     run.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+    memory = run.add_argument_group("less memory during the prefill, with layer_major")
+    memory.add_argument(
+        "--piece-rows",
+        type=int,
+        metavar="N",
+        help="rows of a chunk that norms, projections and the MLP take at a time (default: 512; "
+        "other schedules with chunks have it too)",
+    )
+    for flag, text in (
+        ("--stream-weights", "the model is on the host; each layer visits the device once"),
+        ("--host-bridge", "hidden states are on the host, but for two chunks"),
+        ("--park-caches", "finished layers' caches are on the host until decoding"),
+        ("--host-embeddings", "embeddings and head are on the host; the head visits at the end"),
+    ):
+        memory.add_argument(flag, action="store_true", default=None, help=text)
 
     fetch = commands.add_parser(
         "fetch",

@@ -127,6 +127,23 @@ class Comparison:
         return Fidelity(method, schedule, selector, math.sqrt(squared / norm), *means)
 
 
+#: A method's name, schedule and selector.
+_Run = tuple[str, Schedule, Selector | None]
+
+
+def _runs(selector: str, chunk_size: int) -> list[_Run]:
+    evicting = selectors.make(selector)
+    assert evicting is not None
+    return [
+        ("Full-OneShot", WholePrompt(), None),
+        ("Full-Chunked", Chunked(chunk_size=chunk_size), None),
+        ("Tide-NoEvict", LayerMajor(chunk_size=chunk_size), None),
+        ("TideKV", LayerMajor(chunk_size=chunk_size), evicting),
+        (f"Block-{type(evicting).__name__}", Online(chunk_size=chunk_size), evicting),
+        ("Block-recent", Online(chunk_size=chunk_size), Recent()),
+    ]
+
+
 def compare(
     model: Any,
     input_ids: torch.Tensor,
@@ -150,16 +167,7 @@ def compare(
     Raises:
         InfeasibleError: this can't be done.
     """
-    evicting = selectors.make(selector)
-    assert evicting is not None
-    runs: list[tuple[str, Schedule, Selector | None]] = [
-        ("Full-OneShot", WholePrompt(), None),
-        ("Full-Chunked", Chunked(chunk_size=chunk_size), None),
-        ("Tide-NoEvict", LayerMajor(chunk_size=chunk_size), None),
-        ("TideKV", LayerMajor(chunk_size=chunk_size), evicting),
-        (f"Block-{type(evicting).__name__}", Online(chunk_size=chunk_size), evicting),
-        ("Block-recent", Online(chunk_size=chunk_size), Recent()),
-    ]
+    runs = _runs(selector, chunk_size)
     prompt_tokens = input_ids.shape[1]
     request = Request(
         model.config.num_hidden_layers, prompt_tokens, budgets.rows(budget, prompt_tokens)
@@ -287,8 +295,8 @@ def run(arguments: argparse.Namespace) -> Report:
         model, tokenizer = load_model(arguments.model, dtype=dtype, device=device)
         input_ids = read_prompt(arguments.prompt_file, arguments.model, tokenizer).to(device)
         input_ids = input_ids[:, : arguments.prompt_tokens]
-        total = model.config.num_hidden_layers * 6
-        with progress_bar("Fidelity", total=total) as done:
+        runs = len(_runs(arguments.selector, arguments.chunk_size))
+        with progress_bar("Fidelity", total=runs * model.config.num_hidden_layers) as done:
             compared = compare(
                 model,
                 input_ids,

