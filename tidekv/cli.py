@@ -39,6 +39,19 @@ exit status: 0 done, 1 out of device memory, 2 bad input, 130 interrupted.
 """
 
 
+_FIDELITY = """\
+Compare each way to read a prompt with one forward over it: hidden states (the
+last layer's output after the final norm) and next-token distributions (the
+model's head on them), at every position of the prompt.
+
+  relative L2  ‖H - H*‖ / ‖H*‖ over all positions, H* of one forward
+  cosine       of the hidden states of a position, mean over positions
+  top-1        share of positions with the same most likely next token
+  JS           Jensen–Shannon divergence in nats (natural logarithm, at most
+               ln 2 = 0.69), mean over positions
+"""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; the exit status is documented in ``--help``."""
     arguments = _parser().parse_args(argv)
@@ -156,8 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     fidelity = commands.add_parser(
         "fidelity",
         help="compare schedules with one forward",
-        description="How far hidden states and next-token distributions of each schedule are from "
-        "those of one forward over the whole prompt.",
+        description=_FIDELITY,
         epilog="example:\n  tidekv fidelity --prompt-tokens 2048 --dtype bfloat16\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

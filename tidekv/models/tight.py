@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tidekv.models.stock import RopeTable, Span, Step, StockDecoder
+from tidekv.models.stock import RopeTable, Step, StockDecoder
 
 #: ``config.model_type`` → whether queries and keys are normalised per head before the rotation.
 HEAD_NORM = {"llama": False, "mistral": False, "qwen2": False, "qwen3": True}
@@ -44,37 +44,39 @@ class TightDecoder(StockDecoder):
         """As :meth:`StockDecoder.step`."""
         layer = self.layers[step.index]
         queries = self._empty_queries(hidden)
-        for rows, piece in self._pieces(step.span, hidden):
+        whole = self.rope_table(step.span)
+        for rows in self._pieces(hidden):
             normed = layer.input_layernorm(hidden[:, rows])
             step.watch.inputs(step.index, normed)
-            table = self.rope_table(piece)
+            table = _part(whole, rows)
             step.store.write(*self._keys_and_values(layer, normed, table))
             queries[:, :, rows] = self._queries(layer, normed, table)
             del normed, table
+        del whole
         step.watch.queries(step.index, queries, step.store)
         attended = step.backend.attend(queries, *step.store.read(), self.scaling(step.index))
         del queries
-        for rows, _ in self._pieces(step.span, hidden):
+        for rows in self._pieces(hidden):
             hidden[:, rows] += _projected(layer, attended[:, :, rows])
         del attended
-        for rows, _ in self._pieces(step.span, hidden):
+        for rows in self._pieces(hidden):
             hidden[:, rows] += self._mlp(layer, layer.post_attention_layernorm(hidden[:, rows]))
 
     def project(self, step: Step, hidden: torch.Tensor) -> None:
         """Keys and values of a chunk (B, C, d), and the queries of the prompt's last rows."""
         layer, wanted = self.layers[step.index], step.watch.query_rows
-        first = 0 if wanted is None else step.span.total - max(wanted, 1)
-        for rows, piece in self._pieces(step.span, hidden):
+        first = 0 if wanted is None else max(step.span.total - wanted - step.span.start, 0)
+        whole = self.rope_table(step.span)
+        for rows in self._pieces(hidden):
             normed = layer.input_layernorm(hidden[:, rows])
             step.watch.inputs(step.index, normed)
-            table = self.rope_table(piece)
+            table = _part(whole, rows)
             step.store.write(*self._keys_and_values(layer, normed, table))
-            if piece.stop > first:
-                skip = max(first - piece.start, 0)
-                tail = self._queries(
-                    layer, normed[:, skip:], (table[0][:, skip:], table[1][:, skip:])
-                )
-                step.watch.queries(step.index, tail, step.store)
+            if rows.stop > first:
+                tail = slice(max(first - rows.start, 0), None)
+                queries = self._queries(layer, normed[:, tail], _part(table, tail))
+                step.watch.queries(step.index, queries, step.store)
+                del queries
             del normed, table
 
     def last_row(self, step: Step, hidden: torch.Tensor) -> None:
@@ -91,14 +93,10 @@ class TightDecoder(StockDecoder):
         logits: torch.Tensor = self.model.lm_head(self.base.norm(hidden))
         return logits[:, -1]
 
-    def _pieces(self, span: Span, hidden: torch.Tensor) -> Iterator[tuple[slice, Span]]:
-        """Rows of ``hidden``, and where in the prompt they are."""
+    def _pieces(self, hidden: torch.Tensor) -> Iterator[slice]:
+        """The rows of a chunk, some at a time."""
         for start in range(0, hidden.shape[1], self.piece_rows):
-            stop = min(start + self.piece_rows, hidden.shape[1])
-            yield (
-                slice(start, stop),
-                Span(span.start + start, span.start + stop, span.total),
-            )
+            yield slice(start, min(start + self.piece_rows, hidden.shape[1]))
 
     def _empty_queries(self, hidden: torch.Tensor) -> torch.Tensor:
         shape = (hidden.shape[0], self.query_heads, hidden.shape[1], self.head_dim)
@@ -134,6 +132,10 @@ class TightDecoder(StockDecoder):
         gate = mlp.act_fn(mlp.gate_proj(normed))
         output: torch.Tensor = mlp.down_proj(gate.mul_(mlp.up_proj(normed)))
         return output
+
+
+def _part(table: RopeTable, rows: slice) -> RopeTable:
+    return table[0][:, rows], table[1][:, rows]
 
 
 def _projected(layer: Any, heads: torch.Tensor) -> torch.Tensor:
