@@ -13,7 +13,7 @@ from memtrace.trace.reader import open_trace
 
 @dataclass(frozen=True)
 class Run:
-    """One run, its account of the largest peak, and what is drawn of that."""
+    """One run, its primary account, and what is drawn of that."""
 
     summary: Summary
     account: AccountSummary

@@ -112,20 +112,15 @@ def work(numbers: list[int], prompts: list[int], device: str) -> None:
 
 def _model(host: tuple[str, ...], device: str) -> Any:
     """Llama-3.1-8B without trained weights, some parts of it on the host."""
-    import torch
-
     from tidekv.loading import load_model
 
-    model, _ = load_model("llama-3.1-8b", dtype=torch.bfloat16, weights="meta")
     if device == "meta":
-        return model
-    # Memory that nobody wrote to: what is computed from it doesn't matter here.
-    rotary = model.model.rotary_emb.inv_freq.shape
-    model.to_empty(device="cpu" if "layers" in host else device)
-    model.model.rotary_emb.inv_freq = torch.ones(rotary, device=model.device)
+        return load_model("llama-3.1-8b", weights="meta")[0]
+    home = "cpu" if "layers" in host else device
+    model, _ = load_model("llama-3.1-8b", device=home, weights="empty")
     if "embeddings" in host:
-        model.model.embed_tokens.to_empty(device="cpu")
-        model.lm_head.to_empty(device="cpu")
+        model.model.embed_tokens.cpu()
+        model.lm_head.cpu()
     return model
 
 

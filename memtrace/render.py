@@ -86,7 +86,7 @@ def header(summary: Summary) -> Table:
         rows["ended"] = "\n- ".join([summary.death.verdict, *summary.death.evidence])
     if one is not None and one.headroom is not None:
         rows["device"] = _headroom(one)
-    elif summary.knowledge is Knowledge.VIRTUAL:
+    elif summary.knowledge is Knowledge.VIRTUAL and (one is None or one.device == "cpu"):
         rows["device"] = "the virtual card was never used: this ran on the CPU, and was computed"
     found = [process.values for process in summary.processes if process.values]
     if found:

@@ -90,7 +90,7 @@ def test_every_component_holds_what_the_formulas_say(record: Record, schedule: s
     assert end["KV_res/compact"] == 0  # the result is dropped when prefill's caller drops it
     assert one.details["KV_res/compact"] >= 2 * BUDGET * row
     if schedule == "layer_major":
-        assert one.own_peaks["Hidden"] == hidden  # the bridge
+        assert one.own_peaks["Hidden"] == hidden + 576 * 4  # the bridge, and the last row
         assert one.own_peaks["Act"] < 2 * CHUNK * (2 * 1536 + 2 * 576) * 4
     else:
         assert one.own_peaks["Hidden"] >= 2 * hidden

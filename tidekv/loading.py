@@ -83,7 +83,8 @@ def load_model(
             ``save_pretrained``, or a hub id.
         dtype: of the weights; None = the checkpoint's own, bfloat16 for presets.
         attention: "sdpa", "eager" or "flash_attention_2", for decoding and ``whole_prompt``.
-        weights: of presets: "random", or "meta" (shapes only).
+        weights: of presets: "random", "empty" (whatever the memory held; the host takes none
+            until it is written to), or "meta" (shapes only).
 
     Returns:
         (model, tokenizer); tokenizer is None for presets.
@@ -238,11 +239,18 @@ def _from_checkpoint(
 def _from_preset(name: str, dtype: torch.dtype, device: str, attention: str, weights: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if weights not in ("random", "meta"):
-        raise LoadError(f"Weights of a preset are 'random' or 'meta', not {weights!r}.")
+    if weights not in ("random", "empty", "meta"):
+        raise LoadError(f"Weights of a preset are 'random', 'empty' or 'meta', not {weights!r}.")
     config = AutoConfig.for_model(**PRESETS[name])
-    with torch.device("meta" if weights == "meta" else device):
+    with torch.device(device if weights == "random" else "meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    if weights == "empty":
+        for module in model.modules():
+            for name_, parameter in module.named_parameters(recurse=False):
+                nothing = torch.empty_like(parameter, device=device)
+                setattr(module, name_, torch.nn.Parameter(nothing, requires_grad=False))
+        with torch.device(device):  # its table is no weight
+            model.base_model.rotary_emb = type(model.base_model.rotary_emb)(config)
     return model.eval()
 
 

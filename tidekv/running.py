@@ -18,7 +18,7 @@ from memtrace.sizes import format_size
 from tidekv import options, schedules
 from tidekv.engine import Prefill, decode, prefill
 from tidekv.errors import DeviceMemoryError, TidekvError, check_choice
-from tidekv.loading import encode, load_model
+from tidekv.loading import PRESETS, encode, load_model
 from tidekv.methods import CACHES, cache_of
 from tidekv.progress import progress_bar
 from tidekv.schedules import SCHEDULES, LayerMajor, Schedule
@@ -106,19 +106,20 @@ def run(arguments: argparse.Namespace, *, stream: bool) -> Outcome:
             dtype=dtype,
             device="cpu" if on_host else device,
             attention=arguments.attention,
+            weights="empty" if on_host else "random",
         )
         input_ids = _prompt(arguments, model, tokenizer).to(device)
         if on_host:
-            _place_layers(model, device, streams)
+            _place_layers(arguments.model, model, device, streams)
         return _answer(arguments, methods, model, tokenizer, input_ids, stream)
 
 
-def _place_layers(model: Any, device: str, streams: bool) -> None:
+def _place_layers(name: str, model: Any, device: str, streams: bool) -> None:
     """Bring the layers of a model on the host to where they run, or make them ready to go there."""
     layers = model.base_model.layers
     if not streams:
         layers.to(device)
-    elif torch.device(device).type == "cuda":
+    elif torch.device(device).type == "cuda" and name not in PRESETS:
         for weight in layers.parameters():  # copies overlap with computing from pinned memory only
             weight.data = weight.data.pin_memory()
 

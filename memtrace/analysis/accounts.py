@@ -87,9 +87,14 @@ class Account:
         return self._sum(self._labels_of(*(set(TENSOR_COMPONENTS) - {"model"})))
 
     @cached_property
-    def rank(self) -> tuple[bool, int]:
-        """Sorts the largest peak first, and meta tensors last, since they hold no memory."""
-        return (self.device == "meta", -self.allocated.peak)
+    def rank(self) -> tuple[int, int]:
+        """Sorts the largest peak first: of GPUs that hold anything, since their memory is scarce.
+
+        Then the host's, and last meta tensors, which hold no memory.
+        """
+        peak = self.allocated.peak
+        on_gpu = peak > 0 and self.device not in ("cpu", "meta")
+        return (0 if on_gpu else 2 if self.device == "meta" else 1, -peak)
 
     @cached_property
     def reserved(self) -> Series | None:

@@ -49,7 +49,7 @@ def difference(value: int | None, baseline: int | None) -> int | None:
 
 
 def compare(summaries: Sequence[Summary]) -> Comparison:
-    """Compare runs with the first of them, by the account with the largest peak of each.
+    """Compare runs with the first of them, by the primary account of each.
 
     Raises:
         MemtraceError: a run saw no tensor.

@@ -175,7 +175,7 @@ class Summary:
 
     @property
     def primary(self) -> AccountSummary | None:
-        """The account that counts: of the largest allocated peak. None: no tensor was seen."""
+        """The account that counts, see :attr:`Account.rank`. None: no tensor was seen."""
         return self.accounts[0] if self.accounts else None
 
     @property

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.tidekv.conftest import make_tiny
 from tidekv import loading
@@ -145,8 +146,20 @@ def test_presets_have_the_published_size(name, parameters):
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
     assert model.dtype == torch.bfloat16
     assert decoder_of(model).head_dim == 128
-    with pytest.raises(LoadError, match="'random' or 'meta', not 'fake'"):
+    with pytest.raises(LoadError, match="'random', 'empty' or 'meta', not 'fake'"):
         load_model(name, weights="fake")
+
+
+def test_empty_weights_of_a_preset_take_no_memory(monkeypatch):
+    """Pages that nobody wrote to; only the table of rotations is computed."""
+    from memtrace.record.process import resident
+
+    before = resident(os.getpid())
+    model, _ = load_model("llama-3.1-8b", weights="empty")
+    assert sum(parameter.nbytes for parameter in model.parameters()) == 2 * 8_030_261_248
+    assert resident(os.getpid()) - before < 1 << 30
+    scaled = LlamaRotaryEmbedding(model.config).inv_freq
+    assert torch.equal(model.model.rotary_emb.inv_freq, scaled)
 
 
 def test_random_weights_of_a_preset(monkeypatch):

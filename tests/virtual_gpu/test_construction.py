@@ -47,11 +47,13 @@ def test_snapkv_takes_what_the_paper_says_and_tidekv_less(peaks):
     assert tight <= 16.23 * GIB
 
 
+@pytest.mark.slow
 def test_parked_caches_are_not_on_the_card(peaks):
     tight, parked = peaks(8192, TIGHT, "finished caches parked").values()
     assert tight - parked >= 30 * 16 * MIB
 
 
+@pytest.mark.slow
 def test_a_bridge_on_the_host_is_not_on_the_card(peaks):
     """A token more costs its keys and values in one layer, its scores and its id."""
     short, long = (peaks(n, "hidden bridge on the host").popitem()[1] for n in (8192, 16384))

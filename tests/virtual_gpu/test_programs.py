@@ -78,6 +78,14 @@ def test_the_same_script_completes_on_a_larger_card(cache: Path, tmp_path: Path)
     assert [one["unknown_reads"] for one in values] == [0]
 
 
+def test_a_card_beside_a_larger_host_is_what_counts(cache: Path, tmp_path: Path) -> None:
+    program = "import torch; a = torch.ones(1 << 22); b = torch.ones(9, device='cuda')"
+    assert record(tmp_path, "l4-24g", "-c", program).returncode == 0
+    found = json.loads(run("report", "run", "--json", cwd=tmp_path).stdout)
+    assert found["device"] == "cuda:0"
+    assert "never used" not in run("report", "run", cwd=tmp_path).stdout
+
+
 def test_a_card_that_was_never_used_is_said_to_be(cache: Path, tmp_path: Path) -> None:
     assert record(tmp_path, "l4-24g", "-c", "import torch; torch.ones(9)").returncode == 0
     assert "the virtual card was never used" in run("report", "run", cwd=tmp_path).stdout

@@ -28,14 +28,17 @@ class DeviceBridge:
         self._spans = spans
         embedded = _embeddings(task, spans)
         with scopes.component("Hidden"):
-            first = next(embedded)
             if len(spans) == 1:
-                self._all = first
+                self._all = next(embedded)
                 return
-            self._all = first.new_empty(first.shape[0], task.prompt_tokens, first.shape[2])
-            self._all[:, : spans[0].stop] = first
-            del first
-            for span in spans[1:]:
+            self._all = torch.empty(
+                *task.input_ids.shape,
+                task.decoder.model.config.hidden_size,
+                dtype=task.decoder.dtype,
+                device=task.decoder.device,
+            )
+        with scopes.component("Act"):  # a chunk's embeddings, on their way
+            for span in spans:
                 self._all[:, span.start : span.stop] = next(embedded)
 
     @contextmanager
