@@ -1,4 +1,4 @@
-"""The promises on a real model with real text of 4,096 tokens."""
+"""The promises on a real model with real text."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from tests.tidekv.live_bytes import LiveBytes
 from tests.tidekv.test_schedules import layer_inputs, relative, stock_states
 
 
-@pytest.fixture
-def ids(demo_ids) -> torch.Tensor:
-    return demo_ids[:, :4096]
+@pytest.fixture(params=[1024, pytest.param(4096, marks=pytest.mark.slow)])
+def ids(request, demo_ids) -> torch.Tensor:
+    return demo_ids[:, : request.param]
 
 
 def test_layer_major_is_exact(smollm2, ids):
