@@ -57,9 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         arguments.command(arguments)
+        sys.stdout.flush()
     except TidekvError as error:
         print(f"tidekv: {error}", file=sys.stderr)
         return error.exit_status
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        sys.stderr.close()
+        return 1
     except KeyboardInterrupt:
         return 130
     return 0
