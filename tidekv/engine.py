@@ -140,13 +140,12 @@ def decode(
     # Without a mask, generate takes padding tokens inside the prompt for padding.
     mask = generate_kwargs.pop("attention_mask", None)
     _check_mask(input_ids, mask)
-    device = next(model.parameters()).device
-    if any(one.device != device for one in model.parameters()):
+    if len(_places(model)) > 1:
         raise InfeasibleError(
             "Decoding needs all of the model's weights on one device; bring them there with "
             "model.to(device)."
         )
-    prefilled.cache.to(device)  # from where it was parked
+    prefilled.cache.to(model.device)  # from where it was parked
     with scopes.phase("decode"), _first_logits(model, prefilled):
         result: torch.Tensor = model.generate(
             input_ids,
@@ -232,6 +231,11 @@ def _check(
     return schedule, Task(decoder, input_ids, choice, backend, new_cache, keep_indices, on_layer)
 
 
+def _places(module: torch.nn.Module) -> list[str]:
+    """The devices that parameters are on."""
+    return sorted({str(one.device) for one in module.parameters()})
+
+
 def _device(model: Any, schedule: Schedule) -> torch.device | None:
     """Where the prompt is computed; None: where the model is.
 
@@ -239,7 +243,7 @@ def _device(model: Any, schedule: Schedule) -> torch.device | None:
         InfeasibleError: weights are elsewhere, and nobody says that they shall come.
     """
     if not isinstance(schedule, LayerMajor) or schedule.device is None:
-        places = sorted({str(one.device) for one in model.parameters()})
+        places = _places(model)
         if len(places) > 1:
             raise InfeasibleError(
                 f"The model's weights are on {' and '.join(places)}; bring them to one device, or "
@@ -247,10 +251,10 @@ def _device(model: Any, schedule: Schedule) -> torch.device | None:
             )
         return None
     device = torch.empty(0, device=schedule.device).device  # with its number
-    layers = {str(one.device) for one in model.base_model.layers.parameters()}
-    if layers != {str(device)} and not schedule.stream_weights:
+    layers = _places(model.base_model.layers)
+    if layers != [str(device)] and not schedule.stream_weights:
         raise InfeasibleError(
-            f"The model's layers are on {' and '.join(sorted(layers))}, not on {device}; use "
+            f"The model's layers are on {' and '.join(layers)}, not on {device}; use "
             "stream_weights=True, or bring them there."
         )
     return device

@@ -16,7 +16,7 @@ Shapes: B batch, S prompt rows, n rows of a block, d hidden size, V vocabulary.
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,8 +26,8 @@ import torch
 from tidekv import budgets, selectors
 from tidekv.engine import prefill
 from tidekv.loading import load_model
-from tidekv.methods import cache_of
-from tidekv.models import StockDecoder, TightDecoder, decoder_of
+from tidekv.methods import cache_of, name_of
+from tidekv.models import StockDecoder, decoder_of
 from tidekv.models.stock import Step
 from tidekv.options import chosen
 from tidekv.progress import progress_bar
@@ -184,8 +184,9 @@ def compare(
         )
         if reference is None:
             reference = states
-        names = _name(SCHEDULES, schedule), None if evicts is None else _name(SELECTORS, evicts)
-        compared.append(_measure(model, states, reference).result(method, *names))
+        chosen_by = None if evicts is None else name_of(SELECTORS, type(evicts))
+        measured = _measure(model, states, reference)
+        compared.append(measured.result(method, name_of(SCHEDULES, type(schedule)), chosen_by))
     return compared
 
 
@@ -227,9 +228,8 @@ def _recording(decoder: StockDecoder, states: torch.Tensor) -> Iterator[None]:
         if args[0].shape == states.shape:  # the model's own forward
             states.copy_(args[0])
 
-    decoder.step = step  # type: ignore[method-assign]
-    if isinstance(decoder, TightDecoder):
-        decoder.project = step  # type: ignore[method-assign]
+    decoder.step = decoder.project = step  # type: ignore[method-assign]
+    decoder.last_row = lambda step, hidden: None  # type: ignore[method-assign]
     handle = decoder.final_norm.register_forward_pre_hook(whole_prompt)
     try:
         yield
@@ -252,10 +252,6 @@ def _measure(model: Any, states: torch.Tensor, reference: torch.Tensor) -> Compa
                 *(decoder.logits(one) for one in alone),
             )
     return comparison
-
-
-def _name(registry: Mapping[str, type], method: object) -> str:
-    return next(name for name, one in registry.items() if one is type(method))
 
 
 @dataclass(frozen=True)

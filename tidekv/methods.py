@@ -50,12 +50,12 @@ def obstacle(
     schedule: type[Schedule], selector: type[Selector] | None, quantised: bool = False
 ) -> str | None:
     """Why they don't go together, in one sentence; None: they do."""
-    name = _name(SCHEDULES, schedule)
+    name = name_of(SCHEDULES, schedule)
     if selector is None:
         if not schedule.keeps_all:
             return f"The schedule {name} is about evicting; name a selector, or another schedule."
         return None
-    chosen = _name(SELECTORS, selector)
+    chosen = name_of(SELECTORS, selector)
     if not schedule.whole_layers:
         if selector.every_query:
             return (
@@ -159,5 +159,6 @@ def _summary(made: type) -> str:
     return " ".join((made.__doc__ or "").partition("\n\n")[0].replace("``", "").split())
 
 
-def _name(registry: Mapping[str, type[Any]], wanted: type) -> str:
+def name_of(registry: Mapping[str, type[Any]], wanted: type) -> str:
+    """What a registry calls a class; its own name if it isn't there."""
     return next((name for name, one in registry.items() if one is wanted), wanted.__name__)

@@ -4,7 +4,7 @@ A schedule calls ``cache.layers[i].store(…)`` or ``.store_flat(…)`` at a lay
 cache is.
 """
 
-from tidekv.caches.compact import CompactCache, CompactLayer
+from tidekv.caches.compact import CompactCache, CompactLayer, rows_of
 from tidekv.caches.host import HostCache, HostLayer
 from tidekv.caches.quantised import QuantisedCache, QuantisedLayer
 from tidekv.caches.ragged import RaggedCache, RaggedLayer
@@ -18,4 +18,5 @@ __all__ = [
     "QuantisedLayer",
     "RaggedCache",
     "RaggedLayer",
+    "rows_of",
 ]

@@ -25,6 +25,14 @@ from tidekv.errors import InfeasibleError
 RESIDENT = "KV_res/compact"
 
 
+def rows_of(
+    keys: torch.Tensor, values: torch.Tensor, indices: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows ``indices`` (B, Hkv, k) of keys and values (B, Hkv, n, D), each (B, Hkv, k, D)."""
+    at = indices.unsqueeze(-1).expand(-1, -1, -1, keys.shape[-1])
+    return keys.gather(2, at), values.gather(2, at)
+
+
 class CompactLayer(DynamicLayer):
     """One layer: ``keys`` and ``values`` of shape (B, Hkv, rows, D).
 
@@ -87,10 +95,7 @@ class CompactLayer(DynamicLayer):
         if self.keys is None or self.values is None or self.decoded:
             raise InfeasibleError("A layer can shrink only between store and the first update.")
         with scopes.component(RESIDENT):
-            keys, values = (
-                rows.gather(2, indices.unsqueeze(-1).expand(-1, -1, -1, rows.shape[-1]))
-                for rows in (self.keys, self.values)
-            )
+            keys, values = rows_of(self.keys, self.values, indices)
         self.store(keys, values, dropped=self.dropped + self.kept - indices.shape[2])
 
     def update(

@@ -53,6 +53,8 @@ class Watch(Protocol):
 
     #: How many of the prompt's last rows of queries it wants; None: all.
     query_rows: int | None
+    #: How many of the last rows of inputs it wants.
+    input_rows: int
 
     def queries(self, index: int, queries: torch.Tensor, store: Store) -> None:
         """Rotated queries (B, Hq, C, D), whose keys are the last ones in ``store``."""
@@ -75,9 +77,6 @@ class Step:
 class StockDecoder:
     """The parts of a causal language model that a schedule drives."""
 
-    #: Whether :meth:`project` computes keys and values alone.
-    projects = False
-
     def __init__(self, model: Any, device: torch.device | None = None) -> None:
         """
         Args:
@@ -97,6 +96,8 @@ class StockDecoder:
         )
         #: Whether layers visit the device one after the other.
         self.stream_weights = False
+        #: Rows that norms, projections and the MLP take at a time, where a layer is taken apart.
+        self.piece_rows = 1 << 62
         self._slots: Slots | None = None
         self._norm = "final_layer_norm" if hasattr(self.base, "final_layer_norm") else "norm"
         self.softcap: float | None = getattr(config, "attn_logit_softcapping", None)
@@ -141,7 +142,6 @@ class StockDecoder:
     @contextmanager
     def _taken_over(self) -> Iterator[None]:
         before = self.model.config._attn_implementation
-        AttentionInterface.register(_NAME, _attention)
         self.model.set_attn_implementation(_NAME)
         kept = self.base.layers, self.base.rotary_emb
         self.base.rotary_emb = _Rotary(self.base.rotary_emb)
@@ -171,19 +171,32 @@ class StockDecoder:
         """One layer for one chunk: ``hidden`` (B, C, d) is overwritten with the layer's output."""
         final = self.final_norm
         setattr(self.base, self._norm, nn.Identity())
-        watched = self.attention(step.index).register_forward_pre_hook(
-            lambda _, args, kwargs: step.watch.inputs(
-                step.index, args[0] if args else kwargs["hidden_states"]
-            ),
-            with_kwargs=True,
-        )
         taken = _step.set(step)
         try:
-            hidden.copy_(self._forward(self.base, step.index, step.span, hidden)[0])
+            with nullcontext() if step.watch.input_rows == 0 else self._inputs_watched(step):
+                hidden.copy_(self._forward(self.base, step.index, step.span, hidden)[0])
         finally:
             _step.reset(taken)
-            watched.remove()
             setattr(self.base, self._norm, final)
+
+    def project(self, step: Step, hidden: torch.Tensor) -> None:
+        """What later layers and tokens need of the last layer: here all of it, as :meth:`step`."""
+        self.step(step, hidden)
+
+    def last_row(self, step: Step, hidden: torch.Tensor) -> None:
+        """The rest of the last layer for the last row (B, 1, d), in place: here nothing."""
+
+    @contextmanager
+    def _inputs_watched(self, step: Step) -> Iterator[None]:
+        def tell(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            step.watch.inputs(step.index, args[0] if args else kwargs["hidden_states"])
+
+        attention = self.attention(step.index)
+        handle = attention.register_forward_pre_hook(tell, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and head for the last row: (B, 1, d) → (B, V)."""
@@ -213,7 +226,6 @@ class StockDecoder:
         }
         config = self.model.config
         before = config._attn_implementation
-        AttentionInterface.register(_NAME, _attention)
         config._attn_implementation = _NAME
         taken = _step.set(dataclasses.replace(step, backend=_NO_ATTENTION))
         try:
@@ -306,6 +318,8 @@ def _attention(
     step.watch.queries(step.index, query, step.store)
     return step.backend.attend(query, key, value, scaling).transpose(1, 2).contiguous(), None
 
+
+AttentionInterface.register(_NAME, _attention)
 
 #: What an attention module is given row by row.
 _PER_ROW = frozenset({"position_ids", "cache_position"})

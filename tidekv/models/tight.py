@@ -28,13 +28,9 @@ def rotate(x: torch.Tensor, table: RopeTable) -> torch.Tensor:
 class TightDecoder(StockDecoder):
     """The parts of a causal language model that a schedule drives, with less alive at a time."""
 
-    projects = True
-
     def __init__(self, model: Any, device: torch.device | None = None) -> None:
         super().__init__(model, device)
         self._head_norm = HEAD_NORM[model.config.model_type]
-        #: Rows that norms, projections and the MLP take at a time.
-        self.piece_rows = 1 << 62
 
     @contextmanager
     def _taken_over(self) -> Iterator[None]:
@@ -63,7 +59,7 @@ class TightDecoder(StockDecoder):
             hidden[:, rows] += self._mlp(layer, layer.post_attention_layernorm(hidden[:, rows]))
 
     def project(self, step: Step, hidden: torch.Tensor) -> None:
-        """Keys and values of a chunk (B, C, d), and the queries of the prompt's last rows."""
+        """Keys and values of a chunk (B, C, d) alone, and the queries of the prompt's last rows."""
         layer, wanted = self.layers[step.index], step.watch.query_rows
         first = 0 if wanted is None else max(step.span.total - wanted - step.span.start, 0)
         whole = self.rope_table(step.span)
@@ -80,7 +76,7 @@ class TightDecoder(StockDecoder):
             del normed, table
 
     def last_row(self, step: Step, hidden: torch.Tensor) -> None:
-        """The rest of a layer for the prompt's last row (B, 1, d), in place."""
+        """As :meth:`StockDecoder.last_row`: all but keys and values."""
         layer = self.layers[step.index]
         normed = layer.input_layernorm(hidden)
         query = self._queries(layer, normed, self.rope_table(step.span))

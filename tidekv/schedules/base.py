@@ -3,16 +3,16 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from memtrace import scopes
 from tidekv.attention import Backend
-from tidekv.caches import CompactCache
+from tidekv.caches import CompactCache, rows_of
 from tidekv.errors import InfeasibleError
 from tidekv.models import Span, StockDecoder
-from tidekv.models.stock import Step, Store
+from tidekv.models.stock import Step, Store, Watch
 from tidekv.selectors.base import Choice, LayerEnd, Selection
 
 
@@ -44,11 +44,18 @@ class Task:
             for start in range(0, total, chunk_size)
         ]
 
-    def empty(self, heads: int, rows: int) -> torch.Tensor:
+    def empty(self, heads: int, rows: int, *, on_host: bool = False) -> torch.Tensor:
         """(B, heads, rows, D), not initialised."""
         decoder = self.decoder
         shape = (self.input_ids.shape[0], heads, rows, decoder.head_dim)
+        if on_host:
+            pinned = decoder.device.type == "cuda"
+            return torch.empty(shape, dtype=decoder.dtype, pin_memory=pinned)
         return torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
+
+    def step(self, index: int, span: Span, store: Store, watch: Watch) -> Step:
+        """Layer ``index`` for one chunk."""
+        return Step(index, span, store, watch, self.backend)
 
 
 @dataclass(frozen=True)
@@ -88,10 +95,10 @@ class Schedule(ABC):
 class Buffer:
     """Keys and values of one layer, (B, Hkv, capacity, D) each, written from the front."""
 
-    def __init__(self, task: Task, capacity: int) -> None:
+    def __init__(self, task: Task, capacity: int, *, on_host: bool = False) -> None:
         with scopes.component("KV_res/full"):
-            self.keys = task.empty(task.decoder.kv_heads, capacity)
-            self.values = torch.empty_like(self.keys)
+            self.keys = task.empty(task.decoder.kv_heads, capacity, on_host=on_host)
+            self.values = task.empty(task.decoder.kv_heads, capacity, on_host=on_host)
         self.rows = 0
 
     def write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -139,7 +146,6 @@ class Observer:
         self._window = selector.window if selector else 0
         #: As :class:`tidekv.models.stock.Watch` has it.
         self.query_rows = None if self._every else self._window
-        #: How many of the last rows of inputs it wants.
         self.input_rows = selector.input_rows if selector else 0
         decoder = task.decoder
         with scopes.component("Temp"):
@@ -195,11 +201,6 @@ class Observer:
         self._inputs.clear()
 
 
-def step_of(task: Task, index: int, span: Span, store: Store, watch: Any) -> Step:
-    """One layer for one chunk of the task."""
-    return Step(index, span, store, watch, task.backend)
-
-
 def end_layer(task: Task, filled: CompactCache, end: LayerEnd) -> list[Selection]:
     """Move what is kept of a finished layer into the cache.
 
@@ -226,7 +227,8 @@ def _evict(cache: CompactCache, end: LayerEnd, choice: Choice) -> Selection:
             selection = choice.select(end)
         with scopes.phase("compress"):
             if selection.counts is None:
-                keys, values = gathered(end, selection.indices)
+                with scopes.component("KV_res/compact"):
+                    keys, values = rows_of(end.keys, end.values, selection.indices)
             else:
                 keys, values = _flat(end, selection.indices, selection.counts)
     seen = end.keys.shape[2]
@@ -236,13 +238,6 @@ def _evict(cache: CompactCache, end: LayerEnd, choice: Choice) -> Selection:
     else:
         layer.store_flat(keys, values, selection.counts, prompt_tokens=seen)
     return selection
-
-
-def gathered(end: LayerEnd, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows (B, Hkv, K) of a layer's keys and values, each (B, Hkv, K, D)."""
-    rows = indices.unsqueeze(-1).expand(-1, -1, -1, end.keys.shape[-1])
-    with scopes.component("KV_res/compact"):
-        return end.keys.gather(2, rows), end.values.gather(2, rows)
 
 
 def _flat(

@@ -14,6 +14,9 @@ from tidekv.schedules.base import Task
 class Bridge(Protocol):
     """Hidden states of the prompt, begun with its embeddings."""
 
+    #: Its chunks.
+    spans: list[Span]
+
     def chunk(self, number: int) -> Any:
         """A context manager: (B, C, d) on the device, and what is written to it stays."""
 
@@ -25,7 +28,7 @@ class DeviceBridge:
     """All of it on the device."""
 
     def __init__(self, task: Task, spans: list[Span]) -> None:
-        self._spans = spans
+        self.spans = spans
         embedded = _embeddings(task, spans)
         with scopes.component("Hidden"):
             if len(spans) == 1:
@@ -44,7 +47,7 @@ class DeviceBridge:
     @contextmanager
     def chunk(self, number: int) -> Iterator[torch.Tensor]:
         """As :class:`Bridge` has it."""
-        span = self._spans[number]
+        span = self.spans[number]
         yield self._all[:, span.start : span.stop]
 
     def last_row(self) -> torch.Tensor:
@@ -57,7 +60,7 @@ class HostBridge:
     """On the host, and two chunks on the device: one that runs, one that comes or goes."""
 
     def __init__(self, task: Task, spans: list[Span]) -> None:
-        self._spans = spans
+        self.spans = spans
         device = task.decoder.device
         embedded = _embeddings(task, spans)
         on_gpu = device.type == "cuda"
@@ -80,7 +83,7 @@ class HostBridge:
         """As :class:`Bridge` has it."""
         if number == 0:
             self._fetch(0)
-        if number + 1 < len(self._spans):
+        if number + 1 < len(self.spans):
             self._fetch(number + 1)
         if self._copies is not None:
             torch.cuda.current_stream().wait_event(self._arrived[number % 2])
@@ -109,11 +112,11 @@ class HostBridge:
         return nullcontext() if self._copies is None else torch.cuda.stream(self._copies)
 
     def _rows(self, number: int) -> torch.Tensor:
-        span = self._spans[number]
+        span = self.spans[number]
         return self._host[:, span.start : span.stop]
 
     def _slot(self, number: int) -> torch.Tensor:
-        span = self._spans[number]
+        span = self.spans[number]
         return self._slots[number % 2][:, : span.stop - span.start]
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from memtrace import scopes
-from tidekv.models import Span, TightDecoder
+from tidekv.models import Span
 from tidekv.models.stock import Store
-from tidekv.schedules.base import Buffer, Filled, Observer, Schedule, Task, end_layer, step_of
+from tidekv.schedules.base import Buffer, Filled, Observer, Schedule, Task, end_layer
 from tidekv.selectors.base import Selection
 
 
@@ -63,8 +63,7 @@ def token_major(
         The last layer's output for the last row, (B, 1, d).
     """
     decoder = task.decoder
-    if isinstance(decoder, TightDecoder):
-        decoder.piece_rows = piece_rows
+    decoder.piece_rows = piece_rows
     for number, span in enumerate(task.spans(chunk_size)):
         with scopes.chunk(number):
             with scopes.component("Hidden"):
@@ -72,7 +71,7 @@ def token_major(
             for index, (store, observer) in enumerate(zip(stores, observers, strict=True)):
                 with scopes.layer(index):
                     with scopes.component("Act"):
-                        decoder.step(step_of(task, index, span, store, observer), hidden)
+                        decoder.step(task.step(index, span, store, observer), hidden)
                     after(index, span)
     with scopes.component("Hidden"):
         return hidden[:, -1:].clone()

@@ -8,7 +8,7 @@ import torch
 from memtrace import scopes
 from tidekv.attention import Backend
 from tidekv.caches import CompactCache, HostCache
-from tidekv.schedules.base import Filled, Observer, Schedule, Task, end_layer
+from tidekv.schedules.base import Buffer, Filled, Observer, Schedule, Task, end_layer
 from tidekv.schedules.chunked import token_major
 from tidekv.selectors.base import Selection
 
@@ -34,7 +34,7 @@ class HeadOffload(Schedule):
     def run(self, task: Task) -> Filled:
         """As :class:`Schedule` has it."""
         layers = range(task.last_layer + 1)
-        stores = [HostBuffer(task) for _ in layers]
+        stores = [Buffer(task, task.prompt_tokens, on_host=True) for _ in layers]
         observers = [Observer(task) for _ in layers]
         by_head = replace(task, backend=_one_head_at_a_time(task.backend))
         with task.decoder.running():
@@ -51,30 +51,6 @@ class HeadOffload(Schedule):
                 del keys, values
             with scopes.component("Temp"):
                 return Filled(cache, task.decoder.logits(hidden), kept)
-
-
-class HostBuffer:
-    """Keys and values of one layer on the host, (B, Hkv, S, D) each, written from the front."""
-
-    def __init__(self, task: Task) -> None:
-        decoder = task.decoder
-        shape = (task.input_ids.shape[0], decoder.kv_heads, task.prompt_tokens, decoder.head_dim)
-        pinned = decoder.device.type == "cuda"
-        with scopes.component("KV_res/full"):
-            self._keys = torch.empty(shape, dtype=decoder.dtype, pin_memory=pinned)
-            self._values = torch.empty_like(self._keys, pin_memory=pinned)
-        self._rows = 0
-
-    def write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """As :class:`tidekv.models.stock.Store` has it."""
-        rows = slice(self._rows, self._rows + keys.shape[2])
-        self._keys[:, :, rows] = keys
-        self._values[:, :, rows] = values
-        self._rows = rows.stop
-
-    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """As :class:`tidekv.models.stock.Store` has it, on the host."""
-        return self._keys[:, :, : self._rows], self._values[:, :, : self._rows]
 
 
 def _one_head_at_a_time(backend: Backend) -> Backend:

@@ -9,14 +9,14 @@ No local may keep a tensor past its use: a name bound to a consumed chunk costs 
 the whole layer, which is why projections are written where they are consumed.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from memtrace import scopes
-from tidekv.models import TightDecoder
-from tidekv.models.stock import Span
-from tidekv.schedules.base import Buffer, Filled, Observer, Schedule, Task, end_layer, step_of
+from tidekv.models.stock import Span, Step
+from tidekv.schedules.base import Buffer, Filled, Observer, Schedule, Task, end_layer
 from tidekv.schedules.bridge import Bridge, DeviceBridge, HostBridge
 from tidekv.selectors.base import Selection
 
@@ -46,32 +46,27 @@ class LayerMajor(Schedule):
 
     def run(self, task: Task) -> Filled:
         """As :class:`Schedule` has it."""
-        decoder, spans = task.decoder, task.spans(self.chunk_size)
-        decoder.stream_weights = self.stream_weights
-        if isinstance(decoder, TightDecoder):
-            decoder.piece_rows = self.piece_rows
+        decoder = task.decoder
+        decoder.stream_weights, decoder.piece_rows = self.stream_weights, self.piece_rows
         cache = task.new_cache()
         kept: list[Selection] = []
-        bridge: Bridge = (HostBridge if self.host_bridge else DeviceBridge)(task, spans)
+        bridge: Bridge = (HostBridge if self.host_bridge else DeviceBridge)(
+            task, task.spans(self.chunk_size)
+        )
         observer = Observer(task)
         buffer = Buffer(task, task.prompt_tokens)
         with decoder.running():
             for index in range(task.last_layer + 1):
                 with scopes.layer(index), decoder.layer(index):
-                    if index == task.last_layer and isinstance(decoder, TightDecoder):
-                        hidden = _finish(task, decoder, spans, buffer, observer, bridge)
-                        del bridge
+                    if index < task.last_layer:
+                        _each_chunk(task, index, buffer, observer, bridge, decoder.step)
                     else:
-                        for number, span in enumerate(spans):
-                            with scopes.chunk(number), scopes.component("Act"):
-                                with bridge.chunk(number) as chunk:
-                                    decoder.step(
-                                        step_of(task, index, span, buffer, observer), chunk
-                                    )
-                                del chunk
-                        if index == task.last_layer:
-                            hidden = bridge.last_row()
-                            del bridge
+                        _each_chunk(task, index, buffer, observer, bridge, decoder.project)
+                        hidden = bridge.last_row()
+                        del bridge
+                        last = Span(task.prompt_tokens - 1, task.prompt_tokens, task.prompt_tokens)
+                        with scopes.component("Act"):
+                            decoder.last_row(task.step(index, last, buffer, observer), hidden)
                     kept += end_layer(task, cache, observer.end(index, *buffer.read()))
                     observer.clear()
                     buffer.rows = 0
@@ -87,24 +82,14 @@ class LayerMajor(Schedule):
                 return Filled(cache, decoder.logits(hidden), kept)
 
 
-def _finish(
+def _each_chunk(
     task: Task,
-    decoder: TightDecoder,
-    spans: list[Span],
+    index: int,
     buffer: Buffer,
     observer: Observer,
     bridge: Bridge,
-) -> torch.Tensor:
-    """The last layer: K/V of every row, then the rest for the last row alone: (B, 1, d)."""
-    index, total = task.last_layer, task.prompt_tokens
-    hidden = bridge.last_row()
-    for number, span in enumerate(spans):
-        with scopes.chunk(number), scopes.component("Act"):
-            step = step_of(task, index, span, buffer, observer)
-            with bridge.chunk(number) as chunk:
-                decoder.project(step, chunk)
-            del chunk
-    with scopes.component("Act"):
-        last = Span(total - 1, total, total)
-        decoder.last_row(step_of(task, index, last, buffer, observer), hidden)
-    return hidden
+    advance: Callable[[Step, torch.Tensor], None],
+) -> None:
+    for number, span in enumerate(bridge.spans):
+        with scopes.chunk(number), scopes.component("Act"), bridge.chunk(number) as chunk:
+            advance(task.step(index, span, buffer, observer), chunk)

@@ -6,8 +6,9 @@ from typing import ClassVar
 import torch
 
 from memtrace import scopes
+from tidekv.caches import rows_of
 from tidekv.models import Span
-from tidekv.schedules.base import Buffer, Filled, Observer, Schedule, Task, gathered
+from tidekv.schedules.base import Buffer, Filled, Observer, Schedule, Task
 from tidekv.schedules.chunked import token_major
 from tidekv.selectors.base import Selection
 
@@ -82,8 +83,8 @@ class _Present(Buffer):
         with scopes.component("Temp"):
             with scopes.phase("score"):
                 indices = self._choice.select(end).indices
-            with scopes.phase("compress"):
-                keys, values = gathered(end, indices)
+            with scopes.phase("compress"), scopes.component("KV_res/compact"):
+                keys, values = rows_of(end.keys, end.values, indices)
             if self.positions is not None:
                 self.positions = self.positions.gather(-1, indices)
         del end

@@ -21,7 +21,7 @@ from tidekv.caches import CompactCache
 from tidekv.compat import cache_argument
 from tidekv.errors import InfeasibleError
 from tidekv.models import Span
-from tidekv.schedules.base import Filled, Observer, Schedule, Task, end_layer, step_of
+from tidekv.schedules.base import Filled, Observer, Schedule, Task, end_layer
 from tidekv.selectors.base import Selection
 
 
@@ -165,7 +165,7 @@ def _watch_queries(
     normed = (args[0] if args else kwargs["hidden_states"])[:, -rows:]
     observer.inputs(index, normed)
     span = Span(total - normed.shape[1], total, total)
-    step = step_of(task, index, span, _Stored(stored), observer)
+    step = task.step(index, span, _Stored(stored), observer)
     task.decoder.queries(step, module, normed, kwargs)
 
 
