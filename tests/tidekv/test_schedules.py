@@ -256,12 +256,13 @@ def test_late_schedules_keep_the_same_rows(tiny, prompt, family):
             assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("selector", ["snapkv", "cake"])
 @pytest.mark.parametrize("schedule", LATE)
-def test_cache_holds_the_selected_rows(tiny, prompt, schedule):
+def test_cache_holds_the_selected_rows(tiny, prompt, schedule, selector):
     model, ids = tiny("mistral"), prompt(S)
     options = {"schedule": schedule, "chunk_size": 40}
     full = tidekv.prefill(model, ids, selector=None, **options)
-    kept = tidekv.prefill(model, ids, budget=50, keep_indices=True, **options)
+    kept = tidekv.prefill(model, ids, selector=selector, budget=50, keep_indices=True, **options)
     for layer, whole, indices in zip(
         kept.cache.layers, full.cache.layers, kept.indices, strict=True
     ):

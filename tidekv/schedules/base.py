@@ -201,24 +201,25 @@ class Observer:
         self._inputs.clear()
 
 
-def end_layer(task: Task, filled: CompactCache, end: LayerEnd) -> list[Selection]:
+def end_layer(task: Task, filled: CompactCache, end: LayerEnd, kept: list[Selection]) -> None:
     """Move what is kept of a finished layer into the cache.
 
-    Returns:
-        What was kept, one selection, if the task wants to know; none with no eviction.
+    Args:
+        kept: what was kept of the layers before; follows if the task wants to know.
     """
-    kept = []
     if task.choice is None:
         filled.layers[end.index].store(end.keys, end.values, dropped=0)
     else:
         selection = _evict(filled, end, task.choice)
+        if task.keep_indices:
+            kept.append(selection)
         for index, rows in task.choice.shrink():
             with scopes.phase("compress"):
                 filled.layers[index].shrink(rows)
-        kept = [selection] if task.keep_indices else []
+                if task.keep_indices:
+                    kept[index] = Selection(kept[index].indices.gather(-1, rows))
     if task.on_layer is not None:
         task.on_layer(end.index)
-    return kept
 
 
 def _evict(cache: CompactCache, end: LayerEnd, choice: Choice) -> Selection:

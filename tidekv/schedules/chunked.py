@@ -39,7 +39,7 @@ class Chunked(Schedule):
             for index in layers:
                 with scopes.layer(index):
                     end = observers.pop(0).end(index, *buffers.pop(0).read())
-                    kept += end_layer(task, cache, end)
+                    end_layer(task, cache, end, kept)
                     del end
             with scopes.component("Temp"):
                 return Filled(cache, task.decoder.logits(hidden), kept)

@@ -47,7 +47,7 @@ class HeadOffload(Schedule):
                     with scopes.component("KV_res/full"):
                         keys, values = keys.to(hidden.device), values.to(hidden.device)
                 with scopes.layer(index):
-                    kept += end_layer(task, cache, observers.pop(0).end(index, keys, values))
+                    end_layer(task, cache, observers.pop(0).end(index, keys, values), kept)
                 del keys, values
             with scopes.component("Temp"):
                 return Filled(cache, task.decoder.logits(hidden), kept)

@@ -67,7 +67,7 @@ class LayerMajor(Schedule):
                         last = Span(task.prompt_tokens - 1, task.prompt_tokens, task.prompt_tokens)
                         with scopes.component("Act"):
                             decoder.last_row(task.step(index, last, buffer, observer), hidden)
-                    kept += end_layer(task, cache, observer.end(index, *buffer.read()))
+                    end_layer(task, cache, observer.end(index, *buffer.read()), kept)
                     observer.clear()
                     buffer.rows = 0
                     if self.park_caches:

@@ -121,8 +121,7 @@ def _compress_layers(
                     _watch_queries(task, index, observer, stored, module, args, kwargs)
             finally:
                 running.pop()
-            end = observer.end(index, stored.keys, stored.values)
-            kept.extend(end_layer(task, cache, end))
+            end_layer(task, cache, observer.end(index, stored.keys, stored.values), kept)
 
         handle: RemovableHandle = task.decoder.attention(index).register_forward_hook(
             compress_layer, with_kwargs=True
