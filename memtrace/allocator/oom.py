@@ -1,0 +1,85 @@
+"""An allocation that failed: what PyTorch says of it, from what the allocator knew."""
+
+from dataclasses import dataclass
+
+_ADVICE = (
+    " If reserved but unallocated memory is large try setting"
+    " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation"
+    " for Memory Management  (https://docs.pytorch.org/docs/stable/notes/cuda.html"
+    "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The allocator's state when it gave up; sizes in bytes.
+
+    Attributes:
+        requested: what the caller asked for.
+        wanted: what the device was asked for: what PyTorch's message calls the attempt.
+        total: memory of the device.
+        free: of that, what nobody uses.
+        allowed: what the memory fraction allows; None where none is set.
+        allocated: in blocks that are allocated.
+        reserved: in segments.
+        private: free in private pools, which PyTorch counts as allocated.
+        rejected: nothing was tried, by ``throw_on_cudamalloc_oom``.
+    """
+
+    requested: int
+    wanted: int
+    total: int
+    free: int
+    allowed: int | None
+    allocated: int
+    reserved: int
+    private: int
+    rejected: bool = False
+
+    def message(self, device: int = 0, process: int | None = None) -> str:
+        """What ``torch.cuda.OutOfMemoryError`` says; ``process``: bytes that the process uses,
+        where the driver tells."""
+        if self.rejected:
+            return (
+                "CUDA out of memory. Allocation was preemptively rejected because it would exceed"
+                f" per_process_memory_fraction limit. Requested size: {_size(self.wanted)}"
+            )
+        used = (
+            ""
+            if process is None
+            else (
+                f"Including non-PyTorch memory, this process has {_size(process)} memory in use. "
+            )
+        )
+        allowed = "" if self.allowed is None else f"{_size(self.allowed)} allowed; "
+        private = (
+            ""
+            if not self.private
+            else (f"with {_size(self.private)} allocated in private pools (e.g., CUDA Graphs), ")
+        )
+        return (
+            f"CUDA out of memory. Tried to allocate {_size(self.wanted)}."
+            f" GPU {device} has a total capacity of {_size(self.total)}"
+            f" of which {_size(self.free)} is free. {used}{allowed}Of the allocated memory"
+            f" {_size(self.allocated + self.private)} is allocated by PyTorch, {private}and"
+            f" {_size(self.reserved - self.allocated - self.private)}"
+            f" is reserved by PyTorch but unallocated.{_ADVICE}"
+        )
+
+
+class OutOfMemory(Exception):
+    """What :class:`~memtrace.allocator.native.NativeAllocator` raises where PyTorch would."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message())
+        self.failure = failure
+
+
+def _size(size: int) -> str:
+    """As PyTorch writes sizes."""
+    if size <= 1 << 10:
+        return f"{size} bytes"
+    for unit, scale in (("KiB", 1 << 10), ("MiB", 1 << 20)):
+        if size <= scale << 10:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size / (1 << 30):.2f} GiB"
