@@ -63,13 +63,18 @@ class History:
         component: str | None,
         previous: str | None = None,
         device: str = "cpu",
+        *,
+        requested: int | None = None,
+        stream: int = 0,
+        pool: str | None = None,
     ) -> None:
         """Any event, consistent or not."""
         scope = 0 if action == Action.FREE else self._scope
         context = self._intern(
-            "contexts", (action, device, 0, None, component, previous, scope, -1)
+            "contexts", (action, device, stream, pool, component, previous, scope, -1)
         )
-        self.rows["events"].append((self.time_us, number, size, size, context))
+        asked = size if requested is None else requested
+        self.rows["events"].append((self.time_us, number, size, asked, context))
 
     def sample(self, source: str, value: int) -> None:
         """Process memory, seen just after the last event."""
