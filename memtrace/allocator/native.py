@@ -135,7 +135,7 @@ class PrivatePool:
         self.small = Pool(2 * number, self)
         self.large = Pool(2 * number + 1, self)
         self.uses = 0
-        self.segments = 0  # cudaMalloc'ed and not given back
+        self.segments = 0  # requests to the device, less what was given back to it
 
 
 class NativeAllocator:
@@ -159,7 +159,8 @@ class NativeAllocator:
         self.torch = torch
         self.completion = completion
         self.fraction = self.settings.fraction if fraction is None else fraction
-        self.allowed = int(self.fraction * device.total)
+        # Without a fraction nothing but the device itself sets a limit.
+        self.allowed = int(self.fraction * device.total) if self.fraction < 1 else UNLIMITED
         self._collects = self.fraction < 1 and self.settings.gc_threshold > 0
         self.reserved = 0
         self.allocated = 0
@@ -170,9 +171,11 @@ class NativeAllocator:
         self._live: dict[int, Block] = {}
         self._waiting: dict[int, deque[Block]] = {}  # freed blocks by the stream they wait for
         self._later: dict[int, Block] = {}  # freed blocks that somebody else completes
+        self._tickets = 0
         self._deferred: list[Block] = []  # freed ones that shall wait once no scope is open
         self._numbered = 0
         self._named: dict[int, int] = {}  # addresses of the blocks of operations
+        self._pending: dict[int, int] = {}  # tickets of those that were freed and wait
         self._op = 0
         self._rows: list[tuple[int, ...]] = []
 
@@ -220,23 +223,25 @@ class NativeAllocator:
         else:
             self._wait(block)
 
-    def free_later(self, address: int) -> None:
-        """Give a block back that waits until :meth:`complete`, or until all streams are waited
-        for.
+    def free_later(self, address: int) -> int:
+        """Give a block back that waits for :meth:`complete`, or until all streams are waited for.
+
+        Returns a ticket for :meth:`complete`.
 
         Raises:
             KeyError: no block is allocated there.
         """
-        if address == 0:
-            return
         block = self._release(address)
+        block.streams = set()
         block.events = 1
-        self._later[address] = block
+        self._tickets += 1
+        self._later[self._tickets] = block
+        return self._tickets
 
-    def complete(self, address: int) -> None:
-        """What a block of :meth:`free_later` waited for has happened."""
-        block = self._later.pop(address, None)
-        if block is not None:  # otherwise it was waited for
+    def complete(self, ticket: int) -> None:
+        """What a block of :meth:`free_later` waited for has happened; again, nothing happens."""
+        block = self._later.pop(ticket, None)
+        if block is not None:
             block.events = 0
             self._finish(block)
 
@@ -298,9 +303,11 @@ class NativeAllocator:
             elif kind == Op.FREE:
                 self.free(named.pop(block))
             elif kind == Op.FREE_LATER:
-                self.free_later(named[block])
+                if address := named.pop(block):
+                    self._pending[block] = self.free_later(address)
             elif kind == Op.COMPLETE:
-                self.complete(named.pop(block))
+                if ticket := self._pending.pop(block, None):
+                    self.complete(ticket)
             elif kind == Op.RECORD_STREAM:
                 self.record_stream(named[block], stream)
             else:
@@ -414,19 +421,16 @@ class NativeAllocator:
         want = self.settings.segment(size)
         if self._collects:
             self._collect_garbage()
-        block = self._new_block(pool, want, size, stream)
-        if block is None and self._rejects(want):
+        if self._rejects(want):
             self._log(Mark.REJECTION)
             raise OutOfMemory(self._failure(requested, want, rejected=True))
+        block = self._new_block(pool, want, size, stream)
         if block is None and self._release_available(pool, size, stream):
             block = self._new_block(pool, want, size, stream)
         if block is None and retries:
             self._release_cached()
             self._log(Action.RETRY)
             block = self._new_block(pool, want, size, stream)
-            if block is None and self._rejects(want):
-                self._log(Mark.REJECTION)
-                raise OutOfMemory(self._failure(requested, want, rejected=True))
         if block is None:
             row = (self._op, Action.OOM, self.device.free_bytes, size, want, stream, 0, 0, 0)
             self._rows.append(row)
@@ -434,7 +438,10 @@ class NativeAllocator:
         return block
 
     def _rejects(self, want: int) -> bool:
-        return self.settings.throw_on_oom and self.reserved + want > self.allowed
+        """``throw_on_cudamalloc_oom``; below a fraction's limit the allocator retries as ever."""
+        if not self.settings.throw_on_oom or self.fraction < 1:
+            return False
+        return self.reserved + want > self.device.total
 
     def _failure(self, requested: int, want: int, rejected: bool = False) -> Failure:
         owned = [one for pool in self._private.values() for one in (pool.small, pool.large)]
@@ -448,6 +455,7 @@ class NativeAllocator:
             reserved=self.reserved,
             private=sum(block.size for pool in owned for block in pool),
             rejected=rejected,
+            expandable=self.settings.expandable,
         )
 
     def _new_block(self, pool: Pool, want: int, size: int, stream: int) -> Block | None:
@@ -488,6 +496,8 @@ class NativeAllocator:
                 return None
             block = following
         pool.take(block)
+        if pool.owner:
+            pool.owner.segments += 1
         return block
 
     def _expandable_block(self, pool: Pool, size: int, stream: int) -> Block:
@@ -560,6 +570,7 @@ class NativeAllocator:
         self._log_segment(Action.SEGMENT_UNMAP, address, size, block)
         if not block.is_split:
             pool.take_unmapped(block)
+            self.device.unreserve(block.address, block.size)
 
     def _cut(self, block: Block, size: int, mapped: bool) -> None:
         """Cut the end of a block off, as a free or an unmapped block."""
@@ -641,7 +652,7 @@ class NativeAllocator:
         return other.size
 
     def _wait(self, block: Block) -> None:
-        for stream in block.streams:
+        for stream in sorted(block.streams):
             self._waiting.setdefault(stream, deque()).append(block)
         block.events = len(block.streams)
         block.streams = set()
@@ -699,8 +710,8 @@ class NativeAllocator:
             self._log(Mark.SYNC)
             self._end_deferral()
             self._finish_waiting()
-            for address in list(self._later):
-                self.complete(address)
+            for ticket in list(self._later):
+                self.complete(ticket)
             self._release_free(self._large)
             self._release_free(self._small)
         for number, private in list(self._freeable.items()):

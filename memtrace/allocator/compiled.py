@@ -1,0 +1,137 @@
+"""The allocator of :mod:`memtrace.allocator.native` for long streams.
+
+Its logs are equal to the readable definition's, bit for bit; tests hold the two together. It needs
+numba, which is optional (``pip install 'tidekv[fast]'``).
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from memtrace.allocator import kernel
+from memtrace.allocator.device import FIRST_ADDRESS, FIRST_RESERVED, Device
+from memtrace.allocator.log import COLUMNS, Log
+from memtrace.allocator.native import Completion
+from memtrace.allocator.ops import Ops
+from memtrace.allocator.settings import NEWEST, Settings, Version
+
+_LOG_ROWS = 1 << 18
+
+
+class CompiledAllocator:
+    """:class:`~memtrace.allocator.native.NativeAllocator` for streams of operations.
+
+    ``streams``: the handles of all streams that operations name; ``pools``: the highest number of
+    a private pool.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        settings: Settings | None = None,
+        torch: Version = NEWEST,
+        *,
+        fraction: float | None = None,
+        completion: Completion = "soon",
+        streams: Sequence[int] = (0,),
+        pools: int = 0,
+    ) -> None:
+        settings = settings or Settings()
+        fraction = settings.fraction if fraction is None else fraction
+        allowed = int(fraction * device.total)
+        collects = fraction < 1 and settings.gc_threshold > 0
+        now = np.zeros(15, dtype=np.int64)
+        now[[kernel.SPARE, kernel.FIRST_LATER, kernel.LAST_LATER, kernel.UNKNOWN]] = -1
+        now[kernel.FREE_BYTES] = device.free_bytes
+        now[kernel.NEXT_ADDRESS], now[kernel.NEXT_RESERVED] = FIRST_ADDRESS, FIRST_RESERVED
+        rules = np.zeros(13, dtype=np.int64)
+        for rule, value in {
+            kernel.MAX_SPLIT: min(settings.max_split_size, kernel.UNLIMITED),
+            kernel.MAX_ROUNDING: min(settings.max_non_split_rounding, kernel.UNLIMITED),
+            kernel.LARGE_SEGMENT: settings.large_segment,
+            kernel.EXPANDABLE: settings.expandable,
+            kernel.ALLOWED: allowed,
+            kernel.TOTAL: device.total,
+            kernel.COLLECTS: collects,
+            kernel.GC_LIMIT: int(settings.gc_threshold * allowed),
+            kernel.THROWS: settings.throw_on_oom,
+            kernel.BY_BLOCK: torch == (2, 12),
+            kernel.BY_SEGMENT: torch >= (2, 13),
+            kernel.SCOPES_CLOSE: torch <= (2, 12),
+            kernel.SOON: completion == "soon",
+        }.items():
+            rules[rule] = value
+        self._streams = np.array(sorted({0, *streams}), dtype=np.int64)
+        sets = 2 * (pools + 1) * len(self._streams)
+        self._state = kernel.State(
+            blocks=np.empty((0, kernel.FIELDS), dtype=np.int64),
+            free=np.empty((sets, 0), dtype=np.int32),
+            free_count=np.zeros(sets, dtype=np.int64),
+            unmapped=np.empty((sets, 0), dtype=np.int32),
+            unmapped_count=np.zeros(sets, dtype=np.int64),
+            pools=np.zeros((2 * (pools + 1), 3), dtype=np.int64),
+            now=now,
+            rules=rules,
+            divisions=np.array(settings.divisions, dtype=np.int64),
+            streams=self._streams,
+            log=np.empty((0, len(COLUMNS)), dtype=np.int64),
+            named=np.empty(0, dtype=np.int32),
+            waiting=np.empty((0, 2), dtype=np.int64),
+            scopes=np.empty(0, dtype=np.int64),
+            freeable=np.zeros(pools + 1, dtype=np.int64),
+            scratch=np.empty(0, dtype=np.int64),
+        )
+
+    def run(self, ops: Ops) -> Iterator[Log]:
+        """Do a stream of operations; a log at a time.
+
+        Raises:
+            KeyError: a block is used that isn't allocated.
+        """
+        streams = np.searchsorted(self._streams, ops.stream).astype(np.int64)
+        most = int(ops.block.max(initial=-1)) + 1
+        self._state = self._state._replace(named=_longer(self._state.named, most, -1))
+        columns = [np.asarray(one, dtype=np.int64) for one in (ops.kind, ops.block, ops.size)]
+        done = 0
+        while done < len(ops):
+            self._make_room()
+            pools = np.asarray(ops.pool, dtype=np.int64)
+            done = kernel.run(self._state, *columns, streams, pools, done)
+            now = self._state.now
+            if now[kernel.UNKNOWN] >= 0:
+                raise KeyError(int(now[kernel.UNKNOWN]))
+            rows = self._state.log[: now[kernel.LOGGED]].copy()
+            now[kernel.LOGGED] = 0
+            yield Log(rows)
+
+    def _make_room(self) -> None:
+        """Room for every operation that the next ones could be."""
+        state = self._state
+        most = 8 * (int(state.now[kernel.USED]) + 64)
+        self._state = state._replace(
+            blocks=_longer(state.blocks, most),
+            free=_wider(state.free, most),
+            unmapped=_wider(state.unmapped, most),
+            log=_longer(state.log, max(_LOG_ROWS, 2 * most)),
+            waiting=_longer(
+                state.waiting, 2 * int(state.now[kernel.WAITING]) + 2 * kernel.MOST_STREAMS
+            ),
+            scopes=_longer(state.scopes, 2 * int(state.now[kernel.SCOPES]) + 8),
+            scratch=_longer(state.scratch, most),
+        )
+
+
+def _longer(array: np.ndarray, length: int, fill: int = 0) -> np.ndarray:
+    if len(array) >= length:
+        return array
+    found = np.full((length, *array.shape[1:]), fill, dtype=array.dtype)
+    found[: len(array)] = array
+    return found
+
+
+def _wider(array: np.ndarray, width: int) -> np.ndarray:
+    if array.shape[1] >= width:
+        return array
+    found = np.zeros((len(array), width), dtype=array.dtype)
+    found[:, : array.shape[1]] = array
+    return found
