@@ -40,6 +40,9 @@ class Device:
         self._next_reserved += (size // _GiB + 1) * _GiB
         return address
 
+    def unreserve(self, address: int, size: int) -> None:
+        """The addresses of an expandable segment without memory come back."""
+
     def map(self, size: int, page: int) -> bool:
         """Put memory behind addresses: all of it or nothing."""
         if size > self.free_bytes:

@@ -421,27 +421,18 @@ class NativeAllocator:
         want = self.settings.segment(size)
         if self._collects:
             self._collect_garbage()
-        if self._rejects(want):
-            self._log(Mark.REJECTION)
-            raise OutOfMemory(self._failure(requested, want, rejected=True))
-        block = self._new_block(pool, want, size, stream)
+        block = self._new_block(pool, want, size, stream, requested)
         if block is None and self._release_available(pool, size, stream):
-            block = self._new_block(pool, want, size, stream)
+            block = self._new_block(pool, want, size, stream, requested)
         if block is None and retries:
             self._release_cached()
             self._log(Action.RETRY)
-            block = self._new_block(pool, want, size, stream)
+            block = self._new_block(pool, want, size, stream, requested)
         if block is None:
             row = (self._op, Action.OOM, self.device.free_bytes, size, want, stream, 0, 0, 0)
             self._rows.append(row)
             raise OutOfMemory(self._failure(requested, want))
         return block
-
-    def _rejects(self, want: int) -> bool:
-        """``throw_on_cudamalloc_oom``; below a fraction's limit the allocator retries as ever."""
-        if not self.settings.throw_on_oom or self.fraction < 1:
-            return False
-        return self.reserved + want > self.device.total
 
     def _failure(self, requested: int, want: int, rejected: bool = False) -> Failure:
         owned = [one for pool in self._private.values() for one in (pool.small, pool.large)]
@@ -458,10 +449,19 @@ class NativeAllocator:
             expandable=self.settings.expandable,
         )
 
-    def _new_block(self, pool: Pool, want: int, size: int, stream: int) -> Block | None:
+    def _new_block(
+        self, pool: Pool, want: int, size: int, stream: int, requested: int
+    ) -> Block | None:
         """A segment of its own for a block, or more of one that can grow."""
         if self.reserved + want > self.allowed:
             return None
+        # The fraction of the settings, even where the program set another one itself.
+        if (
+            self.settings.throw_on_oom
+            and self.reserved + want > self.settings.fraction * self.device.total
+        ):
+            self._log(Mark.REJECTION)
+            raise OutOfMemory(self._failure(requested, want, rejected=True))
         if self.settings.expandable:
             return self._grow(pool, size, stream)
         address = self.device.malloc(want)

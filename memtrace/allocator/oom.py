@@ -24,6 +24,7 @@ class Failure:
         reserved: in segments.
         private: free in private pools, which PyTorch counts as allocated.
         rejected: nothing was tried, by ``throw_on_cudamalloc_oom``.
+        expandable: segments are expandable, so PyTorch doesn't advise it.
     """
 
     requested: int
@@ -35,6 +36,7 @@ class Failure:
     reserved: int
     private: int
     rejected: bool = False
+    expandable: bool = False
 
     def message(self, device: int = 0, process: int | None = None) -> str:
         """What ``torch.cuda.OutOfMemoryError`` says; ``process``: bytes that the process uses,
@@ -42,7 +44,7 @@ class Failure:
         if self.rejected:
             return (
                 "CUDA out of memory. Allocation was preemptively rejected because it would exceed"
-                f" per_process_memory_fraction limit. Requested size: {_size(self.wanted)}"
+                f" per_process_memory_fraction limit. Requested size: {_size(self.requested)}"
             )
         used = (
             ""
@@ -63,7 +65,7 @@ class Failure:
             f" of which {_size(self.free)} is free. {used}{allowed}Of the allocated memory"
             f" {_size(self.allocated + self.private)} is allocated by PyTorch, {private}and"
             f" {_size(self.reserved - self.allocated - self.private)}"
-            f" is reserved by PyTorch but unallocated.{_ADVICE}"
+            f" is reserved by PyTorch but unallocated.{'' if self.expandable else _ADVICE}"
         )
 
 

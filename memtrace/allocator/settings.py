@@ -69,7 +69,8 @@ class Settings:
         large_segment: what blocks below 10 MiB share.
         expandable: segments grow by mapping pages.
         fraction: share of the device's memory that may be reserved.
-        throw_on_oom: nothing is retried once the allowed memory is reached.
+        throw_on_oom: what exceeds ``fraction`` is refused, and nothing retried, unless it exceeds
+            the limit that the program set too.
         backend: ``native`` or ``cudaMallocAsync``.
     """
 
