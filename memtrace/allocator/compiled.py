@@ -4,7 +4,7 @@ Its logs are equal to the readable definition's, bit for bit; tests hold the two
 numba, which is optional (``pip install 'tidekv[fast]'``).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -61,8 +61,8 @@ class CompiledAllocator:
             kernel.SOON: completion == "soon",
         }.items():
             rules[rule] = value
-        self._streams = np.array(sorted({0, *streams}), dtype=np.int64)
-        sets = 2 * (pools + 1) * len(self._streams)
+        handles = np.array(sorted({0, *streams}), dtype=np.int64)
+        sets = 2 * (pools + 1) * len(handles)
         self._state = kernel.State(
             blocks=np.empty((0, kernel.FIELDS), dtype=np.int64),
             free=np.empty((sets, 0), dtype=np.int32),
@@ -73,7 +73,7 @@ class CompiledAllocator:
             now=now,
             rules=rules,
             divisions=np.array(settings.divisions, dtype=np.int64),
-            streams=self._streams,
+            streams=handles,
             log=np.empty((0, len(COLUMNS)), dtype=np.int64),
             named=np.empty(0, dtype=np.int32),
             waiting=np.empty((0, 2), dtype=np.int64),
@@ -82,27 +82,39 @@ class CompiledAllocator:
             scratch=np.empty(0, dtype=np.int64),
         )
 
-    def run(self, ops: Ops) -> Iterator[Log]:
-        """Do a stream of operations; a log at a time.
+    def run(self, ops: Ops) -> Log:
+        """Do a stream of operations; what failed is in the log too.
 
         Raises:
             KeyError: a block is used that isn't allocated.
         """
-        streams = np.searchsorted(self._streams, ops.stream).astype(np.int64)
+        named = self._state.named
         most = int(ops.block.max(initial=-1)) + 1
-        self._state = self._state._replace(named=_longer(self._state.named, most, -1))
-        columns = [np.asarray(one, dtype=np.int64) for one in (ops.kind, ops.block, ops.size)]
+        if most > len(named):
+            self._state = self._state._replace(named=_longer(named, 2 * most, -1))
+        streams = np.searchsorted(self._state.streams, ops.stream)
+        columns = (ops.kind, ops.block, ops.size, streams, ops.pool)
+        arrays = [np.asarray(column, dtype=np.int64) for column in columns]
+        logs = []
         done = 0
         while done < len(ops):
             self._make_room()
-            pools = np.asarray(ops.pool, dtype=np.int64)
-            done = kernel.run(self._state, *columns, streams, pools, done)
+            done = kernel.run(self._state, *arrays, done)
             now = self._state.now
             if now[kernel.UNKNOWN] >= 0:
                 raise KeyError(int(now[kernel.UNKNOWN]))
-            rows = self._state.log[: now[kernel.LOGGED]].copy()
+            logs.append(self._state.log[: now[kernel.LOGGED]].copy())
             now[kernel.LOGGED] = 0
-            yield Log(rows)
+        return Log(np.concatenate(logs)) if logs else Log.of([])
+
+    def largest_free(self) -> int:
+        """Bytes of the largest free block outside private pools."""
+        state = self._state
+        sets = 2 * len(state.streams)
+        last = [
+            state.free[row, count - 1] for row, count in enumerate(state.free_count[:sets]) if count
+        ]
+        return int(state.blocks[last, kernel.SIZE].max(initial=0)) if last else 0
 
     def _make_room(self) -> None:
         """Room for every operation that the next ones could be."""

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
+from memtrace.allocator import invariants
 from memtrace.allocator.device import Device
 from memtrace.allocator.log import Log, Mark
 from memtrace.allocator.oom import Failure, OutOfMemory
@@ -143,6 +144,7 @@ class NativeAllocator:
 
     ``fraction``: as ``torch.cuda.set_per_process_memory_fraction`` sets it, else by the settings.
     Streams are numbers that compare as their handles do; the default one is 0.
+    ``debug``: :meth:`run` checks the invariants after every operation.
     """
 
     def __init__(
@@ -153,11 +155,13 @@ class NativeAllocator:
         *,
         fraction: float | None = None,
         completion: Completion = "soon",
+        debug: bool = False,
     ) -> None:
         self.device = device
         self.settings = settings or Settings()
         self.torch = torch
         self.completion = completion
+        self.debug = debug
         self.fraction = self.settings.fraction if fraction is None else fraction
         # Without a fraction nothing but the device itself sets a limit.
         self.allowed = int(self.fraction * device.total) if self.fraction < 1 else UNLIMITED
@@ -313,6 +317,8 @@ class NativeAllocator:
             else:
                 self._manage(kind, pool)
             self._op += 1
+            if self.debug:
+                self.check()
         return self.drain()
 
     def _manage(self, kind: int, pool: int) -> None:
@@ -328,6 +334,50 @@ class NativeAllocator:
             self.end_pool(pool)
         elif kind == Op.RELEASE_POOL:
             self.release_pool(pool)
+
+    def largest_free(self) -> int:
+        """Bytes of the largest free block outside private pools."""
+        lists = [*self._small.free.values(), *self._large.free.values()]
+        return max((blocks[-1][0] for blocks in lists if blocks), default=0)
+
+    def segments(self) -> list[list[Block]]:
+        """All blocks by segment, in the order of addresses; unmapped ones too.
+
+        Raises:
+            InvariantError: they are no segments.
+        """
+        return invariants.segments_of(self._pools(), self._taken())
+
+    def check(self) -> None:
+        """That the invariants hold: blocks tile their segments, no two free ones are neighbours,
+        pools are sorted and complete, counters are what the blocks say.
+
+        Raises:
+            InvariantError: one doesn't, in one sentence.
+        """
+        segments = self.segments()
+        for pool in self._pools():
+            invariants.check_pool(pool)
+        for blocks in segments:
+            invariants.check_segment(blocks)
+        mapped = sum(block.size for blocks in segments for block in blocks if block.mapped)
+        invariants.check_equal("reserved", self.reserved, mapped)
+        live = sum(block.size for block in self._live.values())
+        invariants.check_equal("allocated", self.allocated, live)
+
+    def _taken(self) -> list[Block]:
+        """The blocks that are in no pool: live ones, and freed ones that wait for a stream."""
+        waiting = {id(block): block for blocks in self._waiting.values() for block in blocks}
+        return [*self._live.values(), *waiting.values(), *self._later.values(), *self._deferred]
+
+    def _pools(self) -> list[Pool]:
+        """All pools, private ones that were given up included, as long as blocks are theirs."""
+        owners = {id(one): one for one in self._private.values()}
+        for block in self._taken():
+            if block.pool.owner is not None:
+                owners[id(block.pool.owner)] = block.pool.owner
+        private = [pool for owner in owners.values() for pool in (owner.small, owner.large)]
+        return [self._small, self._large, *private]
 
     def drain(self) -> Log:
         """What happened since the last time."""

@@ -113,17 +113,17 @@ class Settings:
         return cls(**found)
 
     @classmethod
-    def of_snapshot(cls, found: Mapping[str, Any]) -> Self:
+    def of_snapshot(cls, found: Mapping[str, Any], torch: Version = NEWEST) -> Self:
         """From ``allocator_settings`` of ``torch.cuda.memory._snapshot()``.
 
-        The string it keeps is of no version in particular; what it names itself comes first.
+        What it names itself counts more than the string that it keeps.
         """
         settings = cls()
         text = found.get("PYTORCH_CUDA_ALLOC_CONF")
         if isinstance(text, str) and text:
             try:
-                settings = cls.parse(text)
-            except SettingsError:  # of another version: what was understood is below
+                settings = cls.parse(text, torch)
+            except SettingsError:  # of another version: what it named is below
                 settings = cls()
         split = found.get("max_split_size", -1)
         divisions = found.get("roundup_power2_divisions") or {}

@@ -37,6 +37,30 @@ POOLS = ("all", "small_pool", "large_pool")
 VALUES = ("current", "peak", "allocated", "freed")
 
 
+def change(log: Log, name: str) -> np.ndarray:
+    """By how much each row of a log changes one of :data:`ARRAYS`."""
+    if name.startswith("inactive_split"):
+        return log["split_bytes" if name.endswith("bytes") else "split_blocks"]
+    if name in ("segment", "reserved_bytes"):
+        more: tuple[Action, ...] = (Action.SEGMENT_ALLOC,)
+        less: tuple[Action, ...] = (Action.SEGMENT_FREE,)
+        if name == "reserved_bytes":
+            more, less = (*more, Action.SEGMENT_MAP), (*less, Action.SEGMENT_UNMAP)
+    else:
+        more = (Action.ALLOC,)
+        follows_free = name in ("allocation", "allocated_bytes")
+        less = (Action.FREE_REQUESTED if follows_free else Action.FREE_COMPLETED,)
+    amount: np.ndarray | int = 1
+    if name.endswith("bytes"):
+        amount = log["requested" if name == "requested_bytes" else "size"]
+    return _signed(log, more, less) * amount
+
+
+def _signed(log: Log, more: tuple[Action, ...], less: tuple[Action, ...]) -> np.ndarray:
+    action = log["action"]
+    return np.isin(action, more).astype(np.int64) - np.isin(action, less)
+
+
 class Statistics:
     """The counters over a log (the whole one, from an empty allocator on).
 
@@ -62,33 +86,14 @@ class Statistics:
     def _series(self) -> Iterator[tuple[str, np.ndarray]]:
         small = self._log["pool"] % 2 == 0
         for name in ARRAYS:
-            change = self._change(name)
+            changes = change(self._log, name)
             for pool, chosen in zip(POOLS, (None, small, ~small), strict=True):
-                found = change if chosen is None else np.where(chosen, change, 0)
+                found = changes if chosen is None else np.where(chosen, changes, 0)
                 yield from self._counter(f"{name}.{pool}", found)
         for name in ("oversize_allocations", "oversize_segments"):
             yield from self._counter(name, self._oversize(name))
         for name, actions in COUNTS.items():
             yield name, self._since_renewal(np.cumsum(np.isin(self._log["action"], actions)))
-
-    def _change(self, name: str) -> np.ndarray:
-        """By how much each row changes a counter."""
-        log = self._log
-        if name.startswith("inactive_split"):
-            return log["split_bytes" if name.endswith("bytes") else "split_blocks"]
-        if name in ("segment", "reserved_bytes"):
-            more: tuple[Action, ...] = (Action.SEGMENT_ALLOC,)
-            less: tuple[Action, ...] = (Action.SEGMENT_FREE,)
-            if name == "reserved_bytes":
-                more, less = (*more, Action.SEGMENT_MAP), (*less, Action.SEGMENT_UNMAP)
-        else:
-            more = (Action.ALLOC,)
-            follows_free = name in ("allocation", "allocated_bytes")
-            less = (Action.FREE_REQUESTED if follows_free else Action.FREE_COMPLETED,)
-        amount: np.ndarray | int = 1
-        if name.endswith("bytes"):
-            amount = log["requested" if name == "requested_bytes" else "size"]
-        return self._signed(more, less) * amount
 
     def _oversize(self, name: str) -> np.ndarray:
         more, less = {
@@ -97,18 +102,14 @@ class Statistics:
         }[name]
         if self._limit > np.iinfo(np.int64).max:
             return np.zeros(len(self._log), dtype=np.int64)
-        return self._signed((more,), (less,)) * (self._log["size"] >= self._limit)
+        return _signed(self._log, (more,), (less,)) * (self._log["size"] >= self._limit)
 
-    def _signed(self, more: tuple[Action, ...], less: tuple[Action, ...]) -> np.ndarray:
-        action = self._log["action"]
-        return np.isin(action, more).astype(np.int64) - np.isin(action, less)
-
-    def _counter(self, name: str, change: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-        current = np.cumsum(change)
+    def _counter(self, name: str, changes: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+        current = np.cumsum(changes)
         yield f"{name}.current", current
         yield f"{name}.peak", self._peak(current)
-        yield f"{name}.allocated", self._since_renewal(np.cumsum(np.maximum(change, 0)))
-        yield f"{name}.freed", self._since_renewal(np.cumsum(np.maximum(-change, 0)))
+        yield f"{name}.allocated", self._since_renewal(np.cumsum(np.maximum(changes, 0)))
+        yield f"{name}.freed", self._since_renewal(np.cumsum(np.maximum(-changes, 0)))
 
     def _peak(self, current: np.ndarray) -> np.ndarray:
         peak = np.empty_like(current)

@@ -1,0 +1,175 @@
+"""What a recorded device was asked for: the operations in a trace, for another allocator to do."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from memtrace.allocator.history import BEFORE
+from memtrace.allocator.ops import Op, Ops
+from memtrace.allocator.settings import NEWEST, UNLIMITED, Settings, Version, parse_version
+from memtrace.errors import MemtraceError, TraceError
+from memtrace.trace.reader import ProcessTrace
+from memtrace.trace.schema import Action
+
+OOM = Action.OOM
+_KINDS = {
+    Action.ALLOC: Op.ALLOC,
+    Action.FREE: Op.FREE,
+    Action.FREE_REQUESTED: Op.FREE_LATER,
+    Action.FREE_COMPLETED: Op.COMPLETE,
+    Action.OOM: Op.ALLOC,
+}
+_FREED = (Action.FREE, Action.FREE_REQUESTED, Action.FREE_COMPLETED)
+_RETURNED = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
+_TAKEN = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)
+#: Where an operation stands that is added to those of the events: before all at that place, …
+_FIRST, _BEFORE, _AFTER = range(3)
+
+
+@dataclass(frozen=True)
+class Requests:
+    """The operations of one device of one process.
+
+    A request that failed is among them, and given back at once: the program never had it.
+
+    Attributes:
+        process, device: whose.
+        ops: the operations; blocks are numbered in the order of their allocation.
+        event: of each operation, the event of the process that it stands for (int64).
+        streams: handles of the streams, ascending.
+        pools: names of the private pools; the first has number 1.
+        warm: how many blocks were there before the recording: their allocations come first, by
+            address, since their order isn't known.
+        strange: events that free what nobody has; they are left out.
+    """
+
+    process: ProcessTrace
+    device: str
+    ops: Ops
+    event: np.ndarray
+    streams: tuple[int, ...]
+    pools: tuple[str, ...]
+    warm: int
+    strange: int
+
+
+def requests_of(process: ProcessTrace, device: str) -> Requests:
+    """The operations that a trace holds of ``device``.
+
+    Raises:
+        TraceError: the trace is damaged.
+    """
+    events, contexts = process.events, process.contexts
+    actions = np.where(process.contexts_on(device), contexts["action"], -1)
+    rows = np.flatnonzero(actions[events["context"]] >= 0)
+    context = events["context"][rows]
+    action = actions[context]
+    number, strange = _numbered(action, events["id"][rows])
+    names = sorted({contexts["pool"][one] for one in np.unique(context)} - {None})
+    pool = np.array([names.index(one) + 1 if one else 0 for one in contexts["pool"]], np.int16)
+    kinds = np.full(max(Action) + 1, -1, dtype=np.int8)
+    kinds[list(_KINDS)] = list(_KINDS.values())
+    asked = np.flatnonzero((kinds[action] >= 0) & (number >= 0))
+    extras = [
+        *((place, _BEFORE, Op.EMPTY_CACHE, 0, 0) for place in _emptied(action, process)),
+        *((place, _AFTER, Op.FREE, number[place], 0) for place in np.flatnonzero(action == OOM)),
+        *_pools(action, pool[context]),
+    ]
+    extras.sort(key=lambda extra: extra[:2])
+    added = np.array(extras, dtype=np.int64).reshape(-1, 5)
+    # Which of the others each stands before: those of its own place come first only after them.
+    at = np.searchsorted(asked, added[:, 0] + (added[:, 1] == _AFTER))
+    place = np.insert(asked, at, added[:, 0])
+    kind = np.insert(kinds[action[asked]], at, added[:, 2])
+    alloc = kind == Op.ALLOC
+    own = context[place]
+    ops = Ops(
+        kind=kind,
+        block=np.insert(number[asked], at, added[:, 3]),
+        size=np.where(alloc, _bytes_asked(process, rows, action)[place], 0),
+        stream=np.where(alloc, np.asarray(contexts["stream"])[own], 0),
+        pool=np.where(alloc, pool[own], np.insert(np.zeros(len(asked), np.int16), at, added[:, 4])),
+    )
+    warm = np.count_nonzero((action == Action.ALLOC) & _before(process)[context])
+    streams = tuple(np.unique(ops.stream).tolist())
+    return Requests(process, device, ops, rows[place], streams, tuple(names), int(warm), strange)
+
+
+def _numbered(action: np.ndarray, address: np.ndarray) -> tuple[np.ndarray, int]:
+    """The number of the block that each event is about, -1 for none; how many know none."""
+    born = (action == Action.ALLOC) | (action == OOM)
+    numbers = np.cumsum(born) - 1
+    number = np.where(born, numbers, -1)
+    about = np.flatnonzero((action == Action.ALLOC) | np.isin(action, _FREED))
+    order = about[np.argsort(address[about], kind="stable")]
+    allocs = action[order] == Action.ALLOC
+    last = np.maximum.accumulate(np.where(allocs, np.arange(len(order)), -1))
+    known = last >= 0
+    known[known] = address[order[last[known]]] == address[order[known]]
+    number[order[known]] = numbers[order[last[known]]]
+    return number, int(np.count_nonzero(~known))
+
+
+def _bytes_asked(process: ProcessTrace, rows: np.ndarray, action: np.ndarray) -> np.ndarray:
+    """What each event asked for; of a failure only the rounded size is known."""
+    events = process.events
+    if not isinstance(events["requested"], np.ndarray):
+        raise TraceError(f"{process.folder} is damaged: events has rows without requested")
+    return np.where(action == OOM, events["bytes"][rows], events["requested"][rows])
+
+
+def _emptied(action: np.ndarray, process: ProcessTrace) -> np.ndarray:
+    """Where ``empty_cache()`` was called: segments went back that no allocation asked for."""
+    moves = np.flatnonzero(action != Action.RETAG)
+    back = np.isin(action[moves], _RETURNED)
+    begins = np.flatnonzero(back & ~np.append(False, back[:-1]))
+    ends = np.flatnonzero(back & ~np.append(back[1:], False)) + 1
+    following = np.append(action[moves], -1)[ends]
+    settings = settings_of(process)
+    # These give segments back by themselves, right before they take one.
+    by_itself = settings.gc_threshold > 0 or settings.max_split_size < UNLIMITED
+    inside = following == Action.RETRY
+    if by_itself:
+        inside |= np.isin(following, _TAKEN)
+    return moves[begins[~inside]]
+
+
+def _pools(action: np.ndarray, pool: np.ndarray) -> Iterator[tuple[int, int, int, int, int]]:
+    """Operations that open each private pool, and release it where its segments went back."""
+    for number in range(1, int(pool.max(initial=0)) + 1):
+        own = pool == number
+        used = np.flatnonzero(own & (action == Action.ALLOC))
+        back = np.flatnonzero(own & np.isin(action, _RETURNED))
+        if not len(used):
+            continue
+        for kind in (Op.BEGIN_POOL, Op.END_POOL):
+            yield int(used[0]), _BEFORE, kind, 0, number
+        if len(back) and back[0] > used[-1]:
+            yield int(back[0]), _FIRST, Op.RELEASE_POOL, 0, number
+
+
+def _before(process: ProcessTrace) -> np.ndarray:
+    """Which contexts are of what was there before the recording: bool, one a row."""
+    scopes = process.scopes
+    rows = zip(scopes["kind"], scopes["name"], strict=True)
+    before = np.array([kind == "op" and name == BEFORE for kind, name in rows], dtype=bool)
+    scope = process.contexts["scope"]
+    found = np.zeros(len(scope), dtype=bool)
+    found[scope >= 0] = before[scope[scope >= 0]]
+    return found
+
+
+def settings_of(process: ProcessTrace) -> Settings:
+    """The allocator settings that a process ran under; the default ones if it doesn't say."""
+    found = process.manifest.get("allocator_settings")
+    found = (process.manifest.get("cuda") or {}).get("allocator_settings", found)
+    return Settings.of_snapshot(found or {}, version_of(process) or NEWEST)
+
+
+def version_of(process: ProcessTrace) -> Version | None:
+    """The version of torch that a process ran; None: unknown, or older than any that is known."""
+    try:
+        return parse_version(process.manifest.get("torch") or "")
+    except MemtraceError:
+        return None
