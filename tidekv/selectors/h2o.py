@@ -71,8 +71,9 @@ class H2O(Selector):
     def keep(self, sums: torch.Tensor, rows: int) -> torch.Tensor:
         """Heavy hitters by ``sums``, (B, Hkv, S), and the last rows: (B, Hkv, rows)."""
         length = sums.shape[2]
-        candidates = sums[..., : length - int(rows * self.recent_share)]
-        return keep_best(candidates, rows=rows, length=length)
+        # 0.29 of 100 is 29, although the product in binary lies just below it.
+        recent = int(round(rows * self.recent_share, 6))
+        return keep_best(sums[..., : length - recent], rows=rows, length=length)
 
 
 class _HeavyChoice(Choice):

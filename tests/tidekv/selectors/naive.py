@@ -181,7 +181,7 @@ def cake(selector: CAKE, layer: LayerEnd, rows: int) -> Kept:
 def h2o(heavy: H2O, layer: LayerEnd, rows: int) -> Kept:
     """Of a layer with all its queries."""
     length = layer.keys.shape[2]
-    recent = int(rows * heavy.recent_share)
+    recent = int(round(rows * heavy.recent_share, 6))
 
     def choose(batch: int, kv_head: int) -> list[int]:
         scores = mean([sums(layer, batch, head, length) for head in group_of(layer, kv_head)])

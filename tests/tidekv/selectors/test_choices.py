@@ -53,6 +53,13 @@ def test_h2o_sees_the_prompt_in_chunks(scoring, chunk):
         assert choice.select(layer).indices.tolist() == NAIVE[H2O](selector, layer, 31)
 
 
+def test_h2o_keeps_the_share_of_recent_rows_that_was_asked_for():
+    """0.29 of 100 is 29, although the product in binary lies just below it."""
+    nothing = torch.zeros(1, 1, 200, 4)  # to attend to: early rows have the largest sums
+    kept = H2O(recent_share=0.29).select(LayerEnd(0, nothing, nothing, nothing, 1.0), 100, "dense")
+    assert kept.tolist() == [[[*range(71), *range(171, 200)]]]
+
+
 def test_h2o_sums_go_on_where_rows_are_evicted():
     """The prompt is cut to 10 rows after every 8; the sums of the kept ones go on growing."""
     selector = H2O(recent_share=0.3, block_size=4)
