@@ -229,7 +229,8 @@ class History:
             context = self._context(kind, (stream, segment.pool), None, scope)
             out += (time_us, entry["addr"], size, size, context)
         elif action == "oom":
-            context = self._context(Action.OOM, (stream, None), None, scope)
+            where = (stream, pool_name(entry.get("pool_id")))
+            context = self._context(Action.OOM, where, None, scope)
             out += (time_us, entry["device_free"], size, size, context)
         elif action == "annotate":
             self.retag(out, time_us, entry["addr"], entry.get("user_metadata", ""))

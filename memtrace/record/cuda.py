@@ -172,7 +172,7 @@ class CudaSource:
     def describe(self) -> dict[str, Any]:
         """What the manifest says of the devices and the allocator."""
         return {
-            "devices": self._devices,
+            "devices": [one | {"memory_fraction": _fraction(one)} for one in self._devices],
             "allocator_settings": self._allocator_settings,
             "missed": self.missed,
         }
@@ -365,6 +365,13 @@ def _device(index: int) -> dict[str, Any]:
         "uuid": str(found.uuid),
         "total_memory": found.total_memory,
     }
+
+
+def _fraction(device: Mapping[str, Any]) -> float | None:
+    """The share of a device that its allocator may reserve; None: this PyTorch doesn't say."""
+    if not hasattr(torch._C, "_cuda_getMemoryFraction"):
+        return None
+    return torch.cuda.get_per_process_memory_fraction(device["ordinal"])
 
 
 @contextmanager

@@ -42,6 +42,7 @@ PROCESS: Mapping[str, Any] = {
                 "name": (str, type(None)),
                 "uuid": (str, type(None)),
                 "total_memory": (int, type(None)),
+                "memory_fraction": (int, float, type(None)),
             }
         ]
     },
