@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from tidekv.errors import InfeasibleError
 from tidekv.scoring import Attention, keep_best
@@ -23,7 +22,7 @@ class H2O(Selector):
     a time against blocks of keys, which costs the products q·k of the whole prompt twice.
 
     The paper drops a row per step while it generates. Here a prompt is cut once, at the layer's
-    end; where a schedule evicts while it reads, the sums of kept rows go on growing, as theirs do.
+    end.
 
     Attributes:
         recent_share: of the budget that is the last rows, the rest being heavy hitters; the paper
@@ -83,7 +82,7 @@ class _HeavyChoice(Choice):
 
     def __init__(self, selector: H2O, request: Request) -> None:
         super().__init__(selector, request)
-        self._sums: dict[int, torch.Tensor] = {}  # (B, Hkv, rows or more)
+        self._sums: dict[int, torch.Tensor] = {}  # (B, Hkv, S)
 
     def observe(
         self,
@@ -94,22 +93,17 @@ class _HeavyChoice(Choice):
         scaling: float,
         softcap: float | None = None,
     ) -> None:
-        rows = keys.shape[2]
-        sums = self._sums.get(index)
-        if sums is None:  # for the whole prompt at once, since to grow is to copy
-            sums = _no_sums(queries, keys, self.request.prompt_tokens)
-        elif sums.shape[2] < rows:
-            sums = F.pad(sums, (0, rows - sums.shape[2]))
-        self._sums[index] = sums
+        if index not in self._sums:  # for the whole prompt at once, since to grow is to copy
+            self._sums[index] = _no_sums(queries, keys, self.request.prompt_tokens)
+        sums = self._sums[index][..., : keys.shape[2]]
         attention = Attention(queries, keys, scaling, softcap)
-        self.selector.add(sums[..., :rows], attention, self.request.scoring)
+        self.selector.add(sums, attention, self.request.scoring)
 
     def select(self, layer: LayerEnd) -> Selection:
-        present, rows = layer.keys.shape[2], self.rows(layer.index)
-        sums = self._sums.pop(layer.index)[..., :present]
-        kept = all_rows(layer.keys) if rows >= present else self.selector.keep(sums, rows)
-        self._sums[layer.index] = sums.gather(-1, kept)
-        return Selection(kept)
+        sums, rows = self._sums.pop(layer.index), self.rows(layer.index)
+        if rows >= layer.keys.shape[2]:
+            return Selection(all_rows(layer.keys))
+        return Selection(self.selector.keep(sums, rows))
 
 
 def _no_sums(queries: torch.Tensor, keys: torch.Tensor, rows: int) -> torch.Tensor:
