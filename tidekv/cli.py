@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ examples:
   tidekv fidelity --dtype bfloat16
   tidekv fetch smollm2
 
-exit status: 0 done, 1 out of device memory, 2 bad input, 130 interrupted.
+exit status: 0 done, 1 out of memory or disk, 2 bad input, 130 interrupted.
 """
 
 _RUN_EPILOG = """\
@@ -35,7 +36,7 @@ served), scoring, chunk_size (null without chunks), prompt_tokens, generated_tok
 layer and KV head), cache_bytes (before decoding), prefill_s, time_to_first_token_s (null where none
 was generated), decode_tokens_per_s (null below two tokens), text (null without a tokenizer).
 
-exit status: 0 done, 1 out of device memory, 2 bad input, 130 interrupted.
+exit status: 0 done, 1 out of memory or disk, 2 bad input, 130 interrupted.
 """
 
 
@@ -57,12 +58,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         arguments.command(arguments)
-        sys.stdout.flush()
+        print(end="", flush=True)
     except TidekvError as error:
         print(f"tidekv: {error}", file=sys.stderr)
         return error.exit_status
-    except BrokenPipeError:  # the reader of our output went away, as `head` does
-        sys.stderr.close()
+    except OSError as error:
+        # The interpreter writes what is left at its end; it must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # the reader went away, as `head` does
+            print(f"tidekv: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

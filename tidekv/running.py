@@ -227,7 +227,9 @@ def memory_errors() -> Iterator[None]:
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise  # on the CPU, PyTorch says it with a plain RuntimeError
-        reason = (str(error) or "Out of memory").partition(". ")[0]
+        # On the CPU the place in PyTorch's own code stands before.
+        said = str(error).rpartition("DefaultCPUAllocator: ")[2]
+        reason = (said or "Out of memory").partition(". ")[0]
         raise DeviceMemoryError(
             f"{reason}; use --schedule layer_major, a smaller --chunk-size or a shorter prompt."
         ) from error
@@ -317,8 +319,8 @@ def check_prompt_tokens(number: int | None) -> None:
     Raises:
         TidekvError: no prompt has this number of tokens.
     """
-    if number is not None and number < 1:
-        raise TidekvError(f"--prompt-tokens must be at least 1, not {number}.")
+    if number is not None and not 1 <= number < 1 << 63:
+        raise TidekvError(f"--prompt-tokens must be at least 1 and below 2⁶³, not {number}.")
 
 
 def read_prompt(file: Path, model: str, tokenizer: Any) -> torch.Tensor:

@@ -154,6 +154,7 @@ def test_random_prompt(command, capsys):
         (["--schedule", "online", "--host-embeddings"], "online has no --host-embeddings"),
         (["--schedule-option", "rows=8"], "layer_major has no parameter 'rows'; use one of chunk"),
         (["--selector-option", "window=many"], "window of the selector snapkv is a whole number"),
+        (["--schedule-option", "device=tpu"], "There is no device 'tpu' here"),
         (["--selector-option", "window"], "An option of the selector snapkv is NAME=VALUE"),
         (["--selector-option", "pooling=sum"], "pooling of the selector snapkv is max or avg"),
         (["--cache", "kivy"], "no cache 'kivy'; use one of full_precision, kivi"),
@@ -185,11 +186,13 @@ def test_bad_prompts(folder, tmp_path, capsys):
     assert main([*run, "--prompt-file", str(binary)]) == 2
     assert main([*run, "--prompt-file", str(tmp_path / "missing")]) == 2
     assert main([*run, "--prompt-tokens", "0"]) == 2
+    assert main([*run, "--prompt-tokens", str(10**20)]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 3
+    assert len(lines) == 4
     assert "can't be read as UTF-8 text" in lines[0]
     assert "can't be read as UTF-8 text" in lines[1]
     assert "--prompt-tokens must be at least 1" in lines[2]
+    assert "below 2⁶³" in lines[3]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
@@ -211,6 +214,22 @@ def test_out_of_device_memory(command, capsys, monkeypatch):
     monkeypatch.setattr(running, "prefill", exhausted)
     assert main(command) == 1
     assert capsys.readouterr().err.startswith("tidekv: CUDA out of memory; use --schedule")
+
+
+def test_out_of_host_memory(command, capsys):
+    assert main([*command[:3], "--prompt-tokens", str(10**13)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("tidekv: can't allocate memory: you tried to allocate 8000")
+    assert "; use --schedule" in said
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_output_that_nothing_can_hold():
+    program = [sys.executable, "-m", "tidekv", "methods"]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(program, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert result.returncode == 1
+    assert re.fullmatch(r"tidekv: \[Errno 28\] [^\n]*\n", result.stderr)
 
 
 def test_interrupt(command, monkeypatch):
