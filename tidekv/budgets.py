@@ -3,32 +3,41 @@
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from numbers import Integral, Real
+from typing import Any
 
 from tidekv.errors import InfeasibleError
 
 
-def rows(budget: int | float, prompt_tokens: int) -> int:
+def rows(budget: Any, prompt_tokens: int) -> int:
     """Rows kept per layer and KV head: an int is taken as it is, a float is a share of the prompt.
 
     A share is rounded down, to one row at least.
 
     Raises:
-        InfeasibleError: not in [1, prompt_tokens], or a share outside (0, 1].
+        InfeasibleError: not in [1, prompt_tokens], or a share outside (0, 1], or neither.
     """
-    if isinstance(budget, float):
-        if not 0.0 < budget <= 1.0:
+    if isinstance(budget, bool) or not isinstance(budget, Real):
+        raise InfeasibleError(
+            f"A budget is a number of rows (an int) or a share of the prompt (a float), not "
+            f"{budget!r}."
+        )
+    if not isinstance(budget, Integral):
+        share = float(budget)
+        if not 0.0 < share <= 1.0:
             raise InfeasibleError(
-                f"A budget of {budget} is no share of the prompt; use a float in (0, 1] "
+                f"A budget of {share} is no share of the prompt; use a float in (0, 1] "
                 "or a number of rows (an int)."
             )
         # 0.57 of 100 is 57, although the product in binary lies just below it.
-        return max(1, int(round(budget * prompt_tokens, 6)))
-    if not 1 <= budget <= prompt_tokens:
+        return max(1, int(round(share * prompt_tokens, 6)))
+    number = int(budget)
+    if not 1 <= number <= prompt_tokens:
         raise InfeasibleError(
-            f"A budget of {budget} rows is outside 1..{prompt_tokens}, the prompt's length; "
+            f"A budget of {number} rows is outside 1..{prompt_tokens}, the prompt's length; "
             "use a smaller budget, or selector=None to keep every row."
         )
-    return budget
+    return number
 
 
 def pyramid(layers: int, *, mean: int, most: int, beta: float) -> list[int]:

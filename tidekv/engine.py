@@ -5,7 +5,9 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock, RLock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -14,7 +16,7 @@ from tidekv import attention as attention_backends
 from tidekv import budgets, compat, methods, schedules, selectors
 from tidekv.caches import CompactCache
 from tidekv.errors import InfeasibleError, check_choice
-from tidekv.models import decoder_of
+from tidekv.models import check_family, decoder_of
 from tidekv.schedules import LayerMajor, Schedule, Task
 from tidekv.scoring import SCORINGS
 from tidekv.selectors import Selector
@@ -61,6 +63,9 @@ def prefill(
 ) -> Prefill:
     """Read a prompt; keep ``budget`` rows of each layer.
 
+    One call at a time for a model, which some families and schedules change while they run: another
+    thread's call waits. The model's own ``forward`` doesn't, so leave it alone meanwhile.
+
     Args:
         model: a transformers causal language model of a supported family.
         input_ids: (B, S), all of one length.
@@ -82,21 +87,23 @@ def prefill(
     Raises:
         InfeasibleError: something of this can't be done; nothing was allocated.
     """
-    made, task = _check(
-        model,
-        input_ids,
-        schedule=schedules.make(schedule, chunk_size),
-        selector=selectors.make(selector) if evict else None,
-        budget=budget,
-        cache=cache,
-        scoring=scoring,
-        attention=attention or model.config._attn_implementation,
-        attention_mask=attention_mask,
-        keep_indices=keep_indices,
-        on_layer=on_layer,
-    )
-    with torch.no_grad(), scopes.phase("prefill"):
-        filled = made.run(task)
+    check_family(model)
+    with _alone_with(model):
+        made, task = _check(
+            model,
+            input_ids,
+            schedule=schedules.make(schedule, chunk_size),
+            selector=selectors.make(selector) if evict else None,
+            budget=budget,
+            cache=cache,
+            scoring=scoring,
+            attention=attention or model.config._attn_implementation,
+            attention_mask=attention_mask,
+            keep_indices=keep_indices,
+            on_layer=on_layer,
+        )
+        with torch.no_grad(), scopes.phase("prefill"):
+            filled = made.run(task)
     return Prefill(
         cache=filled.cache,
         logits=filled.logits,
@@ -112,7 +119,8 @@ def decode(
 ) -> torch.Tensor:
     """Continue with transformers' own ``generate``; takes all of its keyword arguments.
 
-    One call at a time for a model: it stands in for the model's ``forward`` for one step.
+    One call at a time for a model, as :func:`prefill`: it stands in for the model's ``forward``
+    for one step.
 
     The first token too is chosen by ``generate`` (its sampling, logits processors, streamers and
     stopping criteria apply), from the logits that ``prefill`` computed. Grows ``prefilled.cache``.
@@ -124,16 +132,23 @@ def decode(
         InfeasibleError: the prefill isn't of this prompt, or was decoded from before, or the
             model is spread over devices.
     """
-    seen = prefilled.cache.get_seq_length()
-    if seen != prefilled.prompt_tokens:
+    check_family(model)
+    with _alone_with(model):
+        return _decode(model, input_ids, prefilled, **generate_kwargs)
+
+
+def _decode(
+    model: Any, input_ids: torch.Tensor, prefilled: Prefill, **generate_kwargs: Any
+) -> torch.Tensor:
+    _check_ids(input_ids)
+    prompts, seen = len(prefilled.logits), prefilled.prompt_tokens
+    # Beams of a single token leave no token in the cache, but more entries in its batch.
+    if (prefilled.cache.batch_size(), prefilled.cache.get_seq_length()) != (prompts, seen):
+        raise InfeasibleError("This prefill was decoded from already; call prefill again.")
+    if input_ids.shape != (prompts, seen):
         raise InfeasibleError(
-            f"This prefill was decoded from already (its cache has seen {seen} tokens); "
-            "call prefill again."
-        )
-    if input_ids.shape[1] != seen:
-        raise InfeasibleError(
-            f"The prefill is of {seen} tokens but input_ids has {input_ids.shape[1]}; "
-            "pass the same input_ids to both."
+            f"The prefill is of {prompts} × {seen} tokens but input_ids has "
+            f"{input_ids.shape[0]} × {input_ids.shape[1]}; pass the same input_ids to both."
         )
     if generate_kwargs.get("use_cache") is False:
         raise InfeasibleError("Decoding continues from the cache, so use_cache can't be False.")
@@ -169,6 +184,34 @@ def generate(model: Any, input_ids: torch.Tensor, **options: Any) -> torch.Tenso
     return decode(model, input_ids, prefilled, **options)
 
 
+_turns: WeakKeyDictionary[Any, RLock] = WeakKeyDictionary()
+_turns_change = Lock()
+
+
+@contextmanager
+def _alone_with(model: Any) -> Iterator[None]:
+    """Wait until no other thread reads or answers a prompt with this model."""
+    with _turns_change:
+        turn = _turns.setdefault(model, RLock())
+    with turn:
+        yield
+
+
+def _check_ids(input_ids: Any) -> None:
+    if not isinstance(input_ids, torch.Tensor):
+        raise InfeasibleError(
+            f"input_ids must be a tensor of token ids, not a {type(input_ids).__name__}; a "
+            "tokenizer's output has it as .input_ids."
+        )
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise InfeasibleError(f"input_ids must be int64 or int32, not {input_ids.dtype}.")
+    if input_ids.ndim != 2 or input_ids.numel() == 0:
+        raise InfeasibleError(
+            f"input_ids must be (batch, prompt tokens) with at least one token, "
+            f"not {tuple(input_ids.shape)}."
+        )
+
+
 def _check_mask(input_ids: torch.Tensor, mask: torch.Tensor | None) -> None:
     """Every token must count: rows of the cache stand at one position for the whole batch."""
     if mask is not None and (mask.shape != input_ids.shape or not bool((mask == 1).all())):
@@ -195,6 +238,7 @@ def _check(
     on_layer: Callable[[int], None] | None,
 ) -> tuple[Schedule, Task]:
     """Everything that can be wrong with a request, before anything is allocated."""
+    _check_ids(input_ids)
     decoder = decoder_of(model, _device(model, schedule))
     check_choice("scoring", scoring, SCORINGS)
     new_cache = functools.partial(methods.cache_of(schedule, selector, cache), len(decoder.layers))
@@ -205,11 +249,6 @@ def _check(
         head_dim=decoder.head_dim,
         softcap=decoder.softcap,
     )
-    if input_ids.ndim != 2 or input_ids.shape[1] == 0:
-        raise InfeasibleError(
-            f"input_ids must be (batch, prompt tokens) with at least one token, "
-            f"not {tuple(input_ids.shape)}."
-        )
     _check_mask(input_ids, attention_mask)
     if model.training:
         raise InfeasibleError(
@@ -240,7 +279,8 @@ def _device(model: Any, schedule: Schedule) -> torch.device | None:
     """Where the prompt is computed; None: where the model is.
 
     Raises:
-        InfeasibleError: weights are elsewhere, and nobody says that they shall come.
+        InfeasibleError: weights are elsewhere, and nobody says that they shall come, or there is
+            no such device.
     """
     if not isinstance(schedule, LayerMajor) or schedule.device is None:
         places = _places(model)
@@ -250,7 +290,12 @@ def _device(model: Any, schedule: Schedule) -> torch.device | None:
                 "use layer_major with a device that parts of it visit."
             )
         return None
-    device = torch.empty(0, device=schedule.device).device  # with its number
+    try:
+        device = torch.empty(0, device=schedule.device).device  # with its number
+    except (RuntimeError, AssertionError) as error:  # the latter of a PyTorch without CUDA
+        raise InfeasibleError(
+            f"There is no device {str(schedule.device)!r} here; use one that PyTorch sees."
+        ) from error
     layers = _places(model.base_model.layers)
     if layers != [str(device)] and not schedule.stream_weights:
         raise InfeasibleError(

@@ -31,3 +31,14 @@ def check_choice(what: str, name: str, choices: Iterable[str]) -> None:
     known = list(choices)
     if name not in known:
         raise InfeasibleError(f"There is no {what} {name!r}; use one of {', '.join(known)}.")
+
+
+def check_made(what: str, made: object, wanted: type) -> None:
+    """
+    Raises:
+        InfeasibleError: ``made`` is no instance of ``wanted``, but perhaps its class.
+    """
+    if isinstance(made, type) and issubclass(made, wanted):
+        raise InfeasibleError(f"A {what} must be made first: write {made.__name__}().")
+    if not isinstance(made, wanted):
+        raise InfeasibleError(f"A {what} is a name or a {wanted.__name__}, not {made!r}.")

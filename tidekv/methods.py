@@ -33,6 +33,11 @@ def cache_of(
     if isinstance(cache, str):
         check_choice("cache", cache, CACHES)
         cache = CACHES[cache]
+    if not callable(cache):
+        raise InfeasibleError(
+            f"A cache is given by name or as what makes one for a number of layers, such as the "
+            f"class CompactCache, not as {cache!r}."
+        )
     made = cache.func if isinstance(cache, partial) else cache
     quantised = isinstance(made, type) and issubclass(made, QuantisedCache)
     reason = obstacle(type(schedule), None if selector is None else type(selector), quantised)

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -128,8 +129,31 @@ def test_a_prefill_is_decoded_from_once(tiny, prompt):
 def test_decode_needs_the_same_prompt(tiny, prompt):
     model = tiny()
     prefilled = tidekv.prefill(model, prompt(60), budget=40)
-    with pytest.raises(tidekv.InfeasibleError, match="60 tokens but input_ids has 59"):
-        tidekv.decode(model, prompt(59), prefilled, max_new_tokens=NEW)
+    for other in (prompt(59), prompt(60, batch=2)):
+        with pytest.raises(tidekv.InfeasibleError, match="of 1 × 60 tokens but input_ids has"):
+            tidekv.decode(model, other, prefilled, max_new_tokens=NEW)
+
+
+def test_beams_of_one_token_are_a_decoding(tiny, prompt):
+    """They leave no token in the cache, but an entry for each of them."""
+    model, ids = tiny(), prompt(60)
+    prefilled = tidekv.prefill(model, ids, budget=40)
+    tidekv.decode(model, ids, prefilled, max_new_tokens=1, num_beams=2, do_sample=False)
+    with pytest.raises(tidekv.InfeasibleError, match="decoded from already"):
+        tidekv.decode(model, ids, prefilled, max_new_tokens=NEW)
+
+
+@pytest.mark.parametrize(
+    ("family", "schedule"), [("phi3", "layer_major"), ("llama", "whole_prompt")]
+)
+def test_threads_take_turns_with_a_model(tiny, prompt, family, schedule):
+    """These change the model while they run."""
+    model, prompts = tiny(family), [prompt(rows) for rows in range(60, 68)]
+    options = {"schedule": schedule, "chunk_size": 8, "budget": 40, "max_new_tokens": 4}
+    expected = [tidekv.generate(model, ids, **options) for ids in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        found = pool.map(lambda ids: tidekv.generate(model, ids, **options), prompts)
+        assert all(map(torch.equal, found, expected))
 
 
 def test_model_is_restored_after_an_error_in_generate(tiny, prompt):
@@ -163,6 +187,13 @@ def test_model_is_restored_after_an_error_in_generate(tiny, prompt):
         ({"budget": 0}, "outside 1..60"),
         ({"budget": 1.5}, "no share of the prompt"),
         ({"budget": 0.0}, "no share of the prompt"),
+        ({"budget": "40"}, "or a share of the prompt \\(a float\\), not '40'"),
+        ({"budget": True}, "not True"),
+        ({"selector": SnapKV}, "A selector must be made first: write SnapKV\\(\\)"),
+        ({"selector": 3}, "A selector is a name or a Selector, not 3"),
+        ({"schedule": LayerMajor, "chunk_size": 8}, "A schedule must be made first: write LayerM"),
+        ({"cache": tidekv.CompactCache(3)}, "such as the class CompactCache, not as CompactCache"),
+        ({"schedule": LayerMajor(device="tpu")}, "There is no device 'tpu' here"),
         ({"budget": 35}, "more than the budget of 35; use a budget of at least 36"),
         ({"selector": SnapKV(window=64), "budget": 60}, "more than the prompt of 60 tokens has"),
         ({"attention_mask": torch.tensor([[0] + [1] * 59])}, "Padded batches"),
@@ -175,10 +206,24 @@ def test_infeasible_requests_allocate_nothing(tiny, prompt, options, message):
     assert live.peak <= 64  # comparing a mask given makes a mask of bools
 
 
-def test_input_ids_must_be_a_batch_of_prompts(tiny):
-    for shape in ((60,), (1, 0)):
-        with pytest.raises(tidekv.InfeasibleError, match="input_ids must be"):
-            tidekv.prefill(tiny(), torch.zeros(shape, dtype=torch.int64))
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        *((torch.zeros(shape, dtype=torch.int64), "not \\(") for shape in ((60,), (1, 0), (0, 60))),
+        (torch.zeros(1, 60), "int64 or int32, not torch.float32"),
+        ([[3] * 60], "a tensor of token ids, not a list"),
+        ({"input_ids": torch.zeros(1, 60)}, "has it as .input_ids"),
+    ],
+)
+def test_input_ids_must_be_a_batch_of_prompts(tiny, ids, message):
+    with pytest.raises(tidekv.InfeasibleError, match=f"input_ids must be .*{message}"):
+        tidekv.prefill(tiny(), ids)
+
+
+def test_the_model_must_be_a_causal_language_model(tiny, prompt):
+    for other in (tiny().model, torch.nn.Linear(2, 2), (tiny(), None), None):
+        with pytest.raises(tidekv.InfeasibleError, match="is no causal language model"):
+            tidekv.prefill(other, prompt(60))
 
 
 def test_sliding_windows_shorter_than_the_prompt_are_refused(tiny, prompt):

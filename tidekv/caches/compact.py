@@ -249,6 +249,11 @@ class CompactCache(Cache):
         for layer in self.layers:
             layer.to(device)
 
+    def batch_size(self) -> int:
+        """Entries of the batch; 0 while nothing is held."""
+        keys = self.layers[0].keys
+        return 0 if keys is None else keys.shape[0]
+
     def rows(self) -> list[float]:
         """Rows held in a head, layer by layer; the mean over the heads where they differ."""
         return [layer.rows() for layer in self.layers]

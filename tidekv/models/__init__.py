@@ -25,20 +25,31 @@ FAMILIES = (
     "smollm3",
 )
 
-__all__ = ["FAMILIES", "Span", "StockDecoder", "TightDecoder", "decoder_of"]
+__all__ = ["FAMILIES", "Span", "StockDecoder", "TightDecoder", "check_family", "decoder_of"]
 
 
-def decoder_of(model: Any, device: torch.device | None = None) -> StockDecoder:
+def check_family(model: Any) -> None:
     """
-    Args:
-        device: where the prompt is computed; None: where the model's layers are.
-
     Raises:
-        InfeasibleError: the model's family is not one of :data:`FAMILIES`.
+        InfeasibleError: it is no causal language model of one of :data:`FAMILIES`.
     """
-    family = model.config.model_type
-    if family not in FAMILIES:
+    family = getattr(getattr(model, "config", None), "model_type", None)
+    if family is not None and family not in FAMILIES:
         raise InfeasibleError(
             f"Models of the family {family!r} are not supported; use one of {', '.join(FAMILIES)}."
         )
-    return (TightDecoder if family in HEAD_NORM else StockDecoder)(model, device)
+    if family is None or model.get_output_embeddings() is None:
+        raise InfeasibleError(
+            f"A {type(model).__name__} is no causal language model of transformers; load one with "
+            "AutoModelForCausalLM, or with tidekv.load_model, which returns (model, tokenizer)."
+        )
+
+
+def decoder_of(model: Any, device: torch.device | None = None) -> StockDecoder:
+    """What a schedule drives of a model that :func:`check_family` lets pass.
+
+    Args:
+        device: where the prompt is computed; None: where the model's layers are.
+    """
+    tight = model.config.model_type in HEAD_NORM
+    return (TightDecoder if tight else StockDecoder)(model, device)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from tidekv.errors import check_choice
+from tidekv.errors import check_choice, check_made
 from tidekv.schedules.base import Filled, Schedule, Task
 from tidekv.schedules.chunked import Chunked
 from tidekv.schedules.head_offload import HeadOffload
@@ -47,11 +47,12 @@ def make(schedule: str | Schedule, chunk_size: int | None = None) -> Schedule:
         chunk_size: replaces the schedule's own, if it has chunks.
 
     Raises:
-        InfeasibleError: no schedule has this name, or its parameters can't be.
+        InfeasibleError: no schedule has this name, it is none, or its parameters can't be.
     """
     if isinstance(schedule, str):
         check_choice("schedule", schedule, SCHEDULES)
         schedule = SCHEDULES[schedule]()
+    check_made("schedule", schedule, Schedule)
     chosen: Any = schedule  # a dataclass
     if chunk_size is not None and any(one.name == "chunk_size" for one in fields(chosen)):
         chosen = replace(chosen, chunk_size=chunk_size)

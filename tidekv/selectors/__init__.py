@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from tidekv.errors import check_choice
+from tidekv.errors import check_choice, check_made
 from tidekv.selectors.adakv import AdaKV
 from tidekv.selectors.base import Choice, LayerEnd, Request, Selection, Selector
 from tidekv.selectors.cake import CAKE
@@ -62,9 +62,11 @@ def make(selector: str | Selector | None) -> Selector | None:
     """A name stands for the selector with its defaults.
 
     Raises:
-        InfeasibleError: no selector has this name.
+        InfeasibleError: no selector has this name, or it is none.
     """
-    if not isinstance(selector, str):
-        return selector
-    check_choice("selector", selector, SELECTORS)
-    return SELECTORS[selector]()
+    if isinstance(selector, str):
+        check_choice("selector", selector, SELECTORS)
+        selector = SELECTORS[selector]()
+    if selector is not None:
+        check_made("selector", selector, Selector)
+    return selector
