@@ -55,6 +55,7 @@ class LayerMajor(Schedule):
         )
         observer = Observer(task)
         buffer = Buffer(task, task.prompt_tokens)
+        leaves = self.park_caches and decoder.device.type != "cpu"
         with decoder.running():
             for index in range(task.last_layer + 1):
                 with scopes.layer(index), decoder.layer(index):
@@ -70,12 +71,10 @@ class LayerMajor(Schedule):
                     end_layer(task, cache, observer.end(index, *buffer.read()), kept)
                     observer.clear()
                     buffer.rows = 0
-                    if self.park_caches:
+                    if leaves:
                         cache.layers[index].to(torch.device("cpu"))
-                    if task.choice is None and index < task.last_layer:
-                        if self.park_caches:  # the rows have left the buffer
-                            continue
-                        buffer = Buffer(task, task.prompt_tokens)  # the cache has them now
+                    elif task.choice is None and index < task.last_layer:
+                        buffer = Buffer(task, task.prompt_tokens)  # the cache has the other one
             decoder.release()
             del buffer, observer
             with scopes.component("Temp"):
