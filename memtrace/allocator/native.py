@@ -7,7 +7,7 @@ gave, a *block* a piece of it, free blocks wait in a *pool*. This is the readabl
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -31,6 +31,10 @@ from memtrace.trace.schema import Action
 #: When a block that another stream used can be used again: as soon as the allocator looks (the next
 #: malloc); or not before it waits for all streams. A device lies in between.
 Completion = Literal["soon", "late"]
+
+
+#: A piece of a segment that is restored: address, size, requested bytes, state.
+Piece = tuple[int, int, int, Literal["allocated", "free", "unmapped"]]
 
 
 class Block:
@@ -201,11 +205,7 @@ class NativeAllocator:
         if not closed:
             self._process_events()
         size = self.settings.round(requested)
-        small = size <= SMALL_LIMIT
-        if owner is None:
-            found = self._small if small else self._large
-        else:
-            found = owner.small if small else owner.large
+        found = self._pool(owner, size)
         block = self._take_free(found, size, stream)
         if block is None:
             block = self._from_device(found, size, stream, requested, retries=not closed)
@@ -335,6 +335,50 @@ class NativeAllocator:
         elif kind == Op.RELEASE_POOL:
             self.release_pool(pool)
 
+    def serves(self, requested: int, stream: int = 0, pool: int | None = None) -> bool:
+        """Whether a free block would serve such a request now, without the device."""
+        size = self.settings.round(requested)
+        return self._best_fit(self._pool(self._owner(pool), size), size, stream) is not None
+
+    def holds(self, address: int) -> bool:
+        """Whether a block is allocated there."""
+        return address in self._live
+
+    def restore(
+        self, pieces: Iterable[Piece], stream: int, pool: int, small: bool, page: int
+    ) -> None:
+        """A segment that was there before: its pieces, in the order of their addresses.
+
+        ``pool``: number of a private pool, or 0. ``page``: of an expandable segment, else 0.
+        """
+        owner = self._owner(pool or None)
+        own = self._pool(owner, MIN_BLOCK if small else SMALL_LIMIT + 1)
+        before: Block | None = None
+        segment: ExpandableSegment | None = None
+        for address, size, requested, state in pieces:
+            block = Block(own, stream, address, size, self._order(before))
+            if page:
+                segment = segment or ExpandableSegment(address, page)
+                block.segment = segment
+            block.requested = requested
+            block.prev = before
+            if before is not None:
+                before.next = block
+            before = block
+            if state == "unmapped":
+                block.mapped = False
+                own.put_unmapped(block)
+                continue
+            self.reserved += size
+            if state == "free":
+                own.put(block)
+            else:
+                block.allocated = True
+                self._live[address] = block
+                self.allocated += size
+        if owner is not None and not page:
+            owner.segments += 1
+
     def largest_free(self) -> int:
         """Bytes of the largest free block outside private pools."""
         lists = [*self._small.free.values(), *self._large.free.values()]
@@ -393,10 +437,22 @@ class NativeAllocator:
             return self._private[pool]
         return self._scopes[-1] if self._scopes else None
 
+    def _pool(self, owner: PrivatePool | None, size: int) -> Pool:
+        small = size <= SMALL_LIMIT
+        if owner is None:
+            return self._small if small else self._large
+        return owner.small if small else owner.large
+
     def _take_free(self, pool: Pool, size: int, stream: int) -> Block | None:
         """The best fit among the free blocks, taken out of the pool."""
         if self._collects:
             pool.calls += 1
+        block = self._best_fit(pool, size, stream)
+        if block is not None:
+            pool.take(block)
+        return block
+
+    def _best_fit(self, pool: Pool, size: int, stream: int) -> Block | None:
         blocks = pool.free.get(stream)
         if not blocks:
             return None
@@ -424,7 +480,6 @@ class NativeAllocator:
                 return None
         elif block.size >= size + self.settings.max_non_split_rounding:
             return None
-        del blocks[place]
         return block
 
     def _hand_out(self, block: Block, size: int, requested: int) -> int:

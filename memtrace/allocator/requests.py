@@ -91,7 +91,7 @@ def requests_of(process: ProcessTrace, device: str) -> Requests:
         stream=np.where(alloc, np.asarray(contexts["stream"])[own], 0),
         pool=np.where(alloc, pool[own], np.insert(np.zeros(len(asked), np.int16), at, added[:, 4])),
     )
-    warm = np.count_nonzero((action == Action.ALLOC) & _before(process)[context])
+    warm = np.count_nonzero((action == Action.ALLOC) & before_of(process)[context])
     streams = tuple(np.unique(ops.stream).tolist())
     return Requests(process, device, ops, rows[place], streams, tuple(names), int(warm), strange)
 
@@ -149,7 +149,7 @@ def _pools(action: np.ndarray, pool: np.ndarray) -> Iterator[tuple[int, int, int
             yield int(back[0]), _FIRST, Op.RELEASE_POOL, 0, number
 
 
-def _before(process: ProcessTrace) -> np.ndarray:
+def before_of(process: ProcessTrace) -> np.ndarray:
     """Which contexts are of what was there before the recording: bool, one a row."""
     scopes = process.scopes
     rows = zip(scopes["kind"], scopes["name"], strict=True)

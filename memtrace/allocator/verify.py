@@ -1,0 +1,350 @@
+"""Replay a recording under its own settings, and compare: every block, segment and address.
+
+The device is the recording's: it answers as it did then, with the addresses that it gave. All
+decisions are the simulator's: which block serves a request, what is cut off, when the device is
+asked and for how much, what is given back.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, zip_longest
+from operator import ne
+
+import numpy as np
+
+from memtrace.allocator.device import Device
+from memtrace.allocator.log import Mark
+from memtrace.allocator.native import NativeAllocator
+from memtrace.allocator.oom import OutOfMemory
+from memtrace.allocator.requests import before_of, settings_of, version_of
+from memtrace.allocator.settings import NEWEST, Version
+from memtrace.allocator.simulation import ENDLESS
+from memtrace.allocator.warm import Event, Warm, WarmOrder, warm_segments
+from memtrace.errors import MemtraceError
+from memtrace.trace.reader import ProcessTrace
+from memtrace.trace.schema import Action
+
+_RETURNED = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
+_TAKEN = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)
+#: Larger than what any process maps into one expandable segment.
+_ROOM = 1 << 42
+
+
+class Difference(Exception):
+    """The simulator did something that the recording didn't; says what."""
+
+
+class OtherBlock(Difference):
+    """It handed out a free block, where another one was handed out in the recording."""
+
+    def __init__(self, recorded: int, found: int, text: str) -> None:
+        super().__init__(text)
+        self.recorded, self.found = recorded, found
+
+
+@dataclass(frozen=True)
+class Verified:
+    """How far a replay was equal.
+
+    Attributes:
+        device: whose history.
+        torch: the version whose rules were used.
+        events: events of the history.
+        equal: those before the first difference.
+        difference: what differed first, in one sentence; None: nothing.
+        reordered: events that came in another order than recorded: segments that went back.
+        warm: blocks that were there when the history began.
+        learnt: pairs of segments that were there, of which the choices told the older one.
+    """
+
+    device: str
+    torch: Version
+    events: int
+    equal: int
+    difference: str | None
+    reordered: int
+    warm: int
+    learnt: int
+
+
+class Recording(Device):
+    """A device that answers as it did in a recording.
+
+    ``script``: the segments that the allocation under way took and gave back, in order.
+    """
+
+    def __init__(self, total: int, upcoming: Callable[[], int]) -> None:
+        super().__init__(total)
+        self.script: deque[Event] = deque()
+        self.refuses = False  # the first attempt, though nothing was given back
+        self.reordered = 0
+        self._upcoming = upcoming
+
+    def _takes(self, action: Action, size: int) -> int | None:
+        """The address that the recording took then; None: it got nothing."""
+        if self.refuses or not self.script or self.script[0][0] != action:
+            self.refuses = False
+            return None
+        event = self.script.popleft()
+        if event[2] != size:
+            raise Difference(f"{size} bytes were asked of the device, not {event[2]}")
+        return event[1]
+
+    def malloc(self, size: int) -> int | None:
+        return self._takes(Action.SEGMENT_ALLOC, size)
+
+    def map(self, size: int, page: int) -> bool:
+        return self._takes(Action.SEGMENT_MAP, size) is not None
+
+    def reserve(self, size: int) -> int:
+        mapped = (event[1] for event in self.script if event[0] == Action.SEGMENT_MAP)
+        return next(mapped, None) or self._upcoming()
+
+    def free(self, address: int, size: int) -> None:
+        """Segments of private pools go back in the order of a hash table, which nobody knows."""
+        for place, event in enumerate(self.script):
+            if event[0] not in _RETURNED:
+                break
+            if event[1:3] == (address, size):
+                del self.script[place]
+                self.reordered += place > 0
+                return
+        raise Difference(f"the segment at {address:#x} was given back, which stayed")
+
+    def unmap(self, size: int) -> None:
+        if self.script and self.script[0][0] == Action.SEGMENT_UNMAP:
+            self.script.popleft()
+
+
+def verify(
+    process: ProcessTrace,
+    device: str,
+    torch: Version | None = None,
+    progress: Callable[[int], object] = lambda done: None,
+) -> Verified:
+    """Replay the history of ``device`` by the rules of ``torch``, by default the recorded one.
+
+    Raises:
+        MemtraceError: there is no history to compare with.
+        TraceError: the trace is damaged.
+    """
+    settings = settings_of(process)
+    if settings.backend != "native":
+        raise MemtraceError(f"{device} was managed by {settings.backend}, which has no history")
+    version = torch or version_of(process) or NEWEST
+    warm = WarmOrder()
+    while True:
+        history = _History.of(process, device)
+        replay = _Replay(history, NativeAllocator(history.recording, settings, version))
+        events = iter(history)
+        replay.restore(warm.sort(warm_segments(list(islice(events, history.seeded)))))
+        difference: Difference | None = None
+        try:
+            for event in events:
+                replay.take(event)
+                progress(1)
+            replay.end()
+        except Difference as found:
+            difference = found
+        if version < (2, 13) or not isinstance(difference, OtherBlock):
+            break
+        # Which of two segments is older decides between free blocks of one size, and nothing
+        # says so of those that were there before: only the choice itself.
+        if not warm.learn(difference.recorded, difference.found):
+            break
+        progress(-replay.first)
+    return Verified(
+        device=device,
+        torch=version,
+        events=len(history.rows),
+        equal=replay.equal,
+        difference=f"event {replay.first}: {difference}" if difference else None,
+        reordered=history.recording.reordered,
+        warm=history.warm,
+        learnt=warm.learnt,
+    )
+
+
+class _History:
+    """The events of one device, but for retags."""
+
+    def __init__(self, process: ProcessTrace, device: str, rows: np.ndarray) -> None:
+        self.process = process
+        self.device = device
+        self.rows = rows
+        events, contexts = process.events, process.contexts
+        context = events["context"][rows]
+        names = sorted({contexts["pool"][one] for one in np.unique(context)} - {None})
+        pool = np.array([names.index(one) + 1 if one in names else 0 for one in contexts["pool"]])
+        self.columns = (
+            np.asarray(contexts["action"])[context],
+            events["id"][rows],
+            events["bytes"][rows],
+            events["requested"][rows],
+            np.asarray(contexts["stream"])[context],
+            pool[context],
+        )
+        before = before_of(process)[context]
+        #: How many of the first events tell what was there before, and how many blocks that were.
+        self.seeded = len(rows) if before.all() else int(before.argmin())
+        self.warm = int(np.count_nonzero(self.columns[0][: self.seeded] == Action.ALLOC))
+        self.at = 0
+        self.recording = Recording(self._total(), self._upcoming)
+
+    @classmethod
+    def of(cls, process: ProcessTrace, device: str) -> "_History":
+        contexts = process.contexts
+        used = process.contexts_on(device) & (contexts["action"] != Action.RETAG)
+        history = cls(process, device, np.flatnonzero(used[process.events["context"]]))
+        if not np.isin(history.columns[0], _TAKEN).any():
+            raise MemtraceError(f"{device} has no segments: its allocator wasn't recorded")
+        return history
+
+    def _total(self) -> int:
+        """Memory of the device: it decides how many addresses an expandable segment takes."""
+        for found in (self.process.manifest.get("cuda") or {}).get("devices", []):
+            if f"cuda:{found['ordinal']}" == self.device and found["total_memory"]:
+                return int(found["total_memory"])
+        return ENDLESS
+
+    def _upcoming(self) -> int:
+        """Where the next page will be mapped that doesn't continue anything."""
+        mapped = self.columns[0][self.at :] == Action.SEGMENT_MAP
+        later = np.flatnonzero(mapped)
+        return int(self.columns[1][self.at + later[0]]) if len(later) else _ROOM
+
+    def __iter__(self) -> Iterator[Event]:
+        for start in range(0, len(self.rows), 1 << 16):
+            stretch = (column[start : start + (1 << 16)].tolist() for column in self.columns)
+            for event in zip(*stretch, strict=True):
+                self.at += 1
+                yield event
+
+
+class _Replay:
+    """Puts the events of an operation together, lets the allocator do it, and compares."""
+
+    def __init__(self, history: _History, allocator: NativeAllocator) -> None:
+        self.equal = 0  # events so far
+        self.first = 0  # number of the first event of the operation under way
+        self._history = history
+        self._allocator = allocator
+        self._group: list[Event] = []
+        self._tickets: dict[int, int] = {}
+
+    def restore(self, segments: Sequence[Warm]) -> None:
+        """Begin with segments that were there before the history, the oldest first."""
+        for segment in segments:
+            self._allocator.restore(*segment)
+        self.equal = self.first = self._history.seeded
+
+    def take(self, event: Event) -> None:
+        """The next event."""
+        action = event[0]
+        if action in (Action.FREE, Action.FREE_REQUESTED):
+            self.end()
+            self._free(event)
+        elif action in (Action.ALLOC, Action.OOM):
+            self._malloc(event)
+        else:
+            if action == Action.FREE_COMPLETED and any(one[0] in _RETURNED for one in self._group):
+                self.end()
+            self._group.append(event)
+
+    def _free(self, event: Event) -> None:
+        action, address = event[:2]
+        if not self._allocator.holds(address):
+            raise Difference(f"{address:#x} was freed, where nothing lives")
+        if action == Action.FREE:
+            self._allocator.free(address)
+        else:
+            self._tickets[address] = self._allocator.free_later(address)
+        self._compare([event])
+
+    def end(self) -> None:
+        """No allocation followed the completions and returns so far: the cache was emptied."""
+        group, self._group = self._group, []
+        returned = [one for one in group if one[0] in _RETURNED]
+        if returned:
+            self._history.recording.script.extend(returned)
+            self._allocator.empty_cache()
+        else:
+            self._complete(group)
+        self._compare(group)
+
+    def _complete(self, group: Sequence[Event]) -> None:
+        for one in group:
+            if one[0] == Action.FREE_COMPLETED:
+                if one[1] not in self._tickets:
+                    raise Difference(f"{one[1]:#x} came back, which doesn't wait")
+                self._allocator.complete(self._tickets.pop(one[1]))
+
+    def _malloc(self, event: Event) -> None:
+        """An allocation, with what came back and was given back and taken right before it."""
+        action, _, size, requested, stream, pool = event
+        group, self._group = self._group, []
+        failed = action == Action.OOM
+        requested = size if failed else requested
+        allocator, recording = self._allocator, self._history.recording
+        returned = any(one[0] in _RETURNED for one in group)
+        retried = any(one[0] == Action.RETRY for one in group)
+        if returned and not retried and allocator.serves(requested, stream, pool or None):
+            # It needn't have asked the device: the cache was emptied before.
+            place = 1 + max(i for i, one in enumerate(group) if one[0] in _RETURNED)
+            self._group = group[:place]
+            self.end()
+            group, returned = group[place:], False
+        # Where the device was out of memory, all streams were waited for before it was asked again.
+        late = returned or failed
+        if not late:
+            self._complete(group)
+        recording.script.extend(one for one in group if one[0] in (*_RETURNED, *_TAKEN))
+        try:
+            allocator.malloc(requested, stream, pool or None)
+            if failed:
+                raise Difference(f"{size} bytes were found, for which there was no memory")
+        except OutOfMemory:
+            if not failed:
+                raise Difference(f"no memory was found for {requested} bytes") from None
+        if late:
+            self._complete(group)
+        if recording.script:
+            raise Difference(f"the device wasn't asked as it was ({len(recording.script)} times)")
+        self._compare([*group, event])
+
+    def _compare(self, expected: Sequence[Event]) -> None:
+        """Whether the allocator did just what was recorded."""
+        wanted: list[tuple[int, ...]] = []
+        for action, address, size, requested, *_ in expected:
+            if action == Action.FREE:
+                wanted.append((Action.FREE_REQUESTED, address, size, requested))
+                wanted.append((Action.FREE_COMPLETED, address, size, requested))
+            elif action == Action.OOM:
+                wanted.append((action, size))
+            elif action != Action.RETRY:
+                wanted.append((action, address, size, requested))
+        found = [
+            (action, size) if action == Action.OOM else (action, address, size, requested)
+            for _, action, address, size, requested, *_ in self._allocator.drain().rows.tolist()
+            if action < min(Mark) and action != Action.RETRY
+        ]
+        if found != wanted and sorted(found) != sorted(wanted):
+            pairs = zip_longest(wanted, found)
+            was, came = next(pair for pair in pairs if pair[0] != pair[1])
+            text = f"{_words(was)} was recorded, and {_words(came)} came"
+            if was and came and was[0] == came[0] == Action.ALLOC:
+                raise OtherBlock(was[1], came[1], text)
+            raise Difference(text)
+        self._history.recording.reordered += sum(map(ne, found, wanted))
+        self.equal += len(expected)
+        self.first += len(expected)
+
+
+def _words(event: tuple[int, ...] | None) -> str:
+    if event is None:
+        return "nothing"
+    name = Action(event[0]).name.lower()
+    if event[0] == Action.OOM:
+        return f"{name} ({event[1]} bytes)"
+    return f"{name} at {event[1]:#x} ({event[2]} bytes, {event[3]} requested)"
