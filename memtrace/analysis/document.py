@@ -187,5 +187,6 @@ def _oom(oom: Oom, top: int) -> dict[str, Any]:
         "outside": oom.outside,
         "components": dict(oom.components),
         "top": [_group(group) for group in oom.top[:top]],
+        "kind": str(oom.kind),
         "verdict": oom.verdict,
     }

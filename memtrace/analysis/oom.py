@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from memtrace.allocator.requests import settings_of
 from memtrace.analysis.accounts import Account
+from memtrace.analysis.failure import Diagnosis, Kind, Request, diagnose
 from memtrace.analysis.peaks import Group, top_allocations
 from memtrace.analysis.places import Place, place
+from memtrace.analysis.process import cuda_device
 from memtrace.analysis.segments import layout_at
-from memtrace.sizes import format_size
 from memtrace.trace.schema import Action
 
 
@@ -32,6 +34,7 @@ class Oom:
     largest_free_block: int  # among those that the allocator holds
     components: Mapping[str, int]
     top: tuple[Group, ...]
+    diagnosis: Diagnosis
 
     @property
     def outside(self) -> int | None:
@@ -39,35 +42,14 @@ class Oom:
         return None if self.total is None else self.total - self.free - self.reserved
 
     @property
+    def kind(self) -> Kind:
+        """Why there was no room."""
+        return self.diagnosis.kind
+
+    @property
     def verdict(self) -> str:
-        """Why there was no room, in one sentence or two."""
-        wanted = format_size(self.requested)
-        if self.total is not None and self.requested > self.total:
-            return (
-                f"{wanted} were asked for and {self.device} has {format_size(self.total)} in all."
-            )
-        cached = self.reserved - self.active
-        if cached + self.free >= self.requested:
-            return (
-                f"{wanted} were asked for and would fit in what is free, in pieces: "
-                f"{format_size(cached)} inside reserved memory, the largest block "
-                f"{format_size(self.largest_free_block)}, and {format_size(self.free)} on the "
-                "device. As far as this request goes that is fragmentation, which "
-                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is made for."
-            )
-        outside = self.outside
-        held = f"{format_size(self.allocated)} are allocated"
-        if self.active > self.allocated:
-            held += f", {format_size(self.active - self.allocated)} wait for another stream"
-        if outside is not None:
-            held += f", {format_size(outside)} are used outside the allocator"
-        missing = self.requested - cached - self.free
-        largest = max(self.components, key=lambda name: self.components[name])
-        return (
-            f"{wanted} were asked for and {format_size(missing)} are missing however memory is "
-            f"arranged: {held}. The largest part is {largest} with "
-            f"{format_size(self.components[largest])}."
-        )
+        """The same in one sentence or two."""
+        return self.diagnosis.words
 
 
 def ooms(account: Account, total: int | None) -> list[Oom]:
@@ -83,14 +65,19 @@ def _oom(account: Account, event: int, total: int | None) -> Oom:
     counted = layout.totals if layout is not None else None
     scope = account.process.contexts["scope"][events["context"][event]]
     allocated = account.allocated.read_one(event)
+    settings = settings_of(account.process)
+    fraction = cuda_device(account.process, account.device).get("memory_fraction")
+    request = Request.at(
+        account, event, settings, total, settings.fraction if fraction is None else fraction
+    )
     return Oom(
         pid=account.process.pid,
         device=account.device,
         event=event,
         time_us=int(account.time_us[event]),
         place=place(account.process, int(scope)),
-        requested=int(events["bytes"][event]),
-        free=int(events["id"][event]),
+        requested=request.bytes,
+        free=request.free,
         total=total,
         reserved=counted.reserved if counted else allocated,
         allocated=allocated,
@@ -99,4 +86,5 @@ def _oom(account: Account, event: int, total: int | None) -> Oom:
         largest_free_block=counted.largest_free if counted else 0,
         components={name: series.read_one(event) for name, series in account.components.items()},
         top=tuple(top_allocations(account, event)),
+        diagnosis=diagnose(account, request, layout),
     )
