@@ -52,6 +52,8 @@ from memtrace.trace.schema import Action
 #: More than that PyTorch refuses itself, and what is made of it fits 64 bits.
 _LARGEST = 1 << 60
 _LARGEST_DEVICE = 1 << 44
+#: Number of a block, stream or pool.
+_HIGHEST = 1 << 40
 _LONGEST_LINE = 1 << 30
 _OPERATIONS: dict[str, tuple[Op, tuple[str, ...]]] = {
     "a": (Op.ALLOC, ("block", "bytes", "stream")),
@@ -144,7 +146,7 @@ class Vector:
             completion=_choice(found, "completion", ("soon", "late")),
             reuses=_choice(found, "addresses", ("upwards", "reused")) == "reused",
             operations=operations,
-            ops=_operations(operations),
+            ops=parse_operations(operations),
             results=_typed(found, "alloc_result", list),
             columns=columns,
             statistics=_statistics(found, len(operations), len(columns)),
@@ -185,6 +187,22 @@ def read(path: Path, file: IO[bytes]) -> Iterator[tuple[int, Vector]]:
         raise VectorError(f"{path} can't be read: {error.strerror}") from None
     if count == 0:
         raise VectorError(f"{path} has no streams")
+
+
+def parse_operations(operations: list[Any]) -> Ops:
+    """The ``ops`` of a stream.
+
+    Raises:
+        VectorError: one isn't in the format, or uses a block or pool that isn't there.
+    """
+    allowed = _Allowed()
+    rows = []
+    for number, operation in enumerate(operations):
+        try:
+            rows.append(allowed.row(operation))
+        except VectorError as error:
+            raise VectorError(f"operation {number}, {operation!r:.100}: {error}") from None
+    return Ops.of(rows)
 
 
 # -- what a line has -----------------------------------------------------------------------------
@@ -243,17 +261,6 @@ def _event(event: Any) -> Event:
     return (_ACTIONS[action], *values)
 
 
-def _operations(operations: list[Any]) -> Ops:
-    allowed = _Allowed()
-    rows = []
-    for number, operation in enumerate(operations):
-        try:
-            rows.append(allowed.row(operation))
-        except VectorError as error:
-            raise VectorError(f"operation {number}, {operation!r:.100}: {error}") from None
-    return Ops.of(rows)
-
-
 class _Allowed:
     """Knows what a program can ask for, having asked what it did."""
 
@@ -273,7 +280,10 @@ class _Allowed:
         kind, fields = _OPERATIONS[name]
         if len(values) != len(fields):
             raise VectorError(f"{name} takes {len(fields)} numbers")
-        given = {field: _size(value, field) for field, value in zip(fields, values, strict=True)}
+        given = {
+            field: _size(value, field, _LARGEST if field == "bytes" else _HIGHEST)
+            for field, value in zip(fields, values, strict=True)
+        }
         block, pool = given.get("block", 0), given.get("pool", 0)
         if kind == Op.ALLOC:
             if block in self._live:
