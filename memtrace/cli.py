@@ -6,10 +6,20 @@ import sys
 from collections.abc import Sequence
 
 from memtrace import __version__
-from memtrace.commands import classify, compare, devices, export, import_, record, report, view
+from memtrace.commands import (
+    classify,
+    compare,
+    devices,
+    export,
+    import_,
+    record,
+    replay,
+    report,
+    view,
+)
 from memtrace.errors import MemtraceError
 
-_COMMANDS = (record, report, compare, view, classify, import_, export, devices)
+_COMMANDS = (record, report, compare, view, replay, classify, import_, export, devices)
 
 _EXAMPLES = """\
 examples:
@@ -17,6 +27,7 @@ examples:
   memtrace report infer-4711.memtrace          where its bytes went
   memtrace compare snapkv.memtrace tide.memtrace
   memtrace view snapkv.memtrace tide.memtrace  the same in a browser
+  memtrace replay infer-4711.memtrace --sweep  which allocator settings need the least memory
   memtrace import snapshot.pickle              what torch.cuda.memory._dump_snapshot() wrote
   memtrace classify infer-4711.memtrace --rules my.toml -o mine.memtrace
 """

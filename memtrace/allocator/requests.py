@@ -41,6 +41,7 @@ class Requests:
         pools: names of the private pools; the first has number 1.
         warm: how many blocks were there before the recording: their allocations come first, by
             address, since their order isn't known.
+        retags: (event, block) of each change of component, in order (int64, n × 2).
         strange: events that free what nobody has; they are left out.
     """
 
@@ -51,6 +52,7 @@ class Requests:
     streams: tuple[int, ...]
     pools: tuple[str, ...]
     warm: int
+    retags: np.ndarray
     strange: int
 
 
@@ -93,7 +95,18 @@ def requests_of(process: ProcessTrace, device: str) -> Requests:
     )
     warm = np.count_nonzero((action == Action.ALLOC) & before_of(process)[context])
     streams = tuple(np.unique(ops.stream).tolist())
-    return Requests(process, device, ops, rows[place], streams, tuple(names), int(warm), strange)
+    tagged = np.flatnonzero((action == Action.RETAG) & (number >= 0))
+    return Requests(
+        process=process,
+        device=device,
+        ops=ops,
+        event=rows[place],
+        streams=streams,
+        pools=tuple(names),
+        warm=int(warm),
+        retags=np.stack((rows[tagged], number[tagged]), axis=1),
+        strange=strange,
+    )
 
 
 def _numbered(action: np.ndarray, address: np.ndarray) -> tuple[np.ndarray, int]:
@@ -101,14 +114,14 @@ def _numbered(action: np.ndarray, address: np.ndarray) -> tuple[np.ndarray, int]
     born = (action == Action.ALLOC) | (action == OOM)
     numbers = np.cumsum(born) - 1
     number = np.where(born, numbers, -1)
-    about = np.flatnonzero((action == Action.ALLOC) | np.isin(action, _FREED))
+    about = np.flatnonzero(np.isin(action, (Action.ALLOC, Action.RETAG, *_FREED)))
     order = about[np.argsort(address[about], kind="stable")]
     allocs = action[order] == Action.ALLOC
     last = np.maximum.accumulate(np.where(allocs, np.arange(len(order)), -1))
     known = last >= 0
     known[known] = address[order[last[known]]] == address[order[known]]
     number[order[known]] = numbers[order[last[known]]]
-    return number, int(np.count_nonzero(~known))
+    return number, int(np.count_nonzero(~known & (action[order] != Action.RETAG)))
 
 
 def _bytes_asked(process: ProcessTrace, rows: np.ndarray, action: np.ndarray) -> np.ndarray:
@@ -150,10 +163,14 @@ def _pools(action: np.ndarray, pool: np.ndarray) -> Iterator[tuple[int, int, int
 
 
 def before_of(process: ProcessTrace) -> np.ndarray:
-    """Which contexts are of what was there before the recording: bool, one a row."""
+    """Which contexts are of what was there before the recording: bool, one a row.
+
+    A replay begins with an empty allocator, and asks for it again.
+    """
     scopes = process.scopes
     rows = zip(scopes["kind"], scopes["name"], strict=True)
-    before = np.array([kind == "op" and name == BEFORE for kind, name in rows], dtype=bool)
+    began = not process.manifest.get("replayed")
+    before = np.array([began and (kind, name) == ("op", BEFORE) for kind, name in rows], bool)
     scope = process.contexts["scope"]
     found = np.zeros(len(scope), dtype=bool)
     found[scope >= 0] = before[scope[scope >= 0]]

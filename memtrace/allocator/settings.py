@@ -135,6 +135,18 @@ class Settings:
             expandable=bool(found.get("expandable_segments", False)),
         )
 
+    def to_snapshot(self, text: str) -> dict[str, Any]:
+        """As ``allocator_settings`` of a snapshot has them; ``text``: the settings string."""
+        return {
+            "PYTORCH_CUDA_ALLOC_CONF": text,
+            "max_split_size": -1 if self.max_split_size == UNLIMITED else self.max_split_size,
+            "garbage_collection_threshold": self.gc_threshold,
+            "expandable_segments": self.expandable,
+            "roundup_power2_divisions": {
+                str(1 << place): value for place, value in enumerate(self.divisions)
+            },
+        }
+
     def round(self, requested: int) -> int:
         """The size of the block that a request of so many bytes asks for."""
         if self.divisions is not _PLAIN and requested > MIN_BLOCK:

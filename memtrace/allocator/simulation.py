@@ -86,14 +86,15 @@ def simulate(
     setup: Setup,
     *,
     progress: Progress = lambda done: None,
-    watch: Callable[[int, Log], object] = lambda first, log: None,
+    watch: Callable[[int, int, Log], object] = lambda first, count, log: None,
     stop_at_failure: bool = False,
     ops_in_all: int = 0,
 ) -> Outcome:
     """Do the requests under another allocator.
 
-    ``watch`` sees each stretch's log; its operations count from 0 on. ``ops_in_all``: how many
-    operations the caller is going to simulate, which decides whether it pays to compile.
+    ``watch`` sees each stretch: its first operation, how many there are, and their log.
+    ``ops_in_all``: how many operations the caller is going to simulate, which decides whether it
+    pays to compile.
     """
     allocator = _allocator(requests, setup, max(ops_in_all, len(requests.ops)))
     figures = _Figures()
@@ -102,7 +103,7 @@ def simulate(
         ops = requests.ops[done : done + _STRETCH]
         log = allocator.run(ops)
         figures.add(log)
-        watch(done, log)
+        watch(done, len(ops), log)
         done += len(ops)
         progress(len(ops))
     return figures.outcome(allocator.largest_free(), done)

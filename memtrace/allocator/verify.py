@@ -18,15 +18,17 @@ from memtrace.allocator.log import Mark
 from memtrace.allocator.native import NativeAllocator
 from memtrace.allocator.oom import OutOfMemory
 from memtrace.allocator.requests import before_of, settings_of, version_of
-from memtrace.allocator.settings import NEWEST, Version
+from memtrace.allocator.settings import Version
 from memtrace.allocator.simulation import ENDLESS
 from memtrace.allocator.warm import Event, Warm, WarmOrder, warm_segments
 from memtrace.errors import MemtraceError
-from memtrace.trace.reader import ProcessTrace
+from memtrace.trace.reader import ProcessTrace, Trace
 from memtrace.trace.schema import Action
 
 _RETURNED = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
 _TAKEN = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)
+#: One version of each rule for ties between free blocks of one size.
+_RULES: tuple[Version, ...] = ((2, 11), (2, 13), (2, 12))
 #: Larger than what any process maps into one expandable segment.
 _ROOM = 1 << 42
 
@@ -48,7 +50,7 @@ class Verified:
     """How far a replay was equal.
 
     Attributes:
-        device: whose history.
+        pid, device: whose history.
         torch: the version whose rules were used.
         events: events of the history.
         equal: those before the first difference.
@@ -58,6 +60,7 @@ class Verified:
         learnt: pairs of segments that were there, of which the choices told the older one.
     """
 
+    pid: int
     device: str
     torch: Version
     events: int
@@ -117,13 +120,47 @@ class Recording(Device):
             self.script.popleft()
 
 
+def verify_run(
+    trace: Trace,
+    torch: Version | None = None,
+    progress: Callable[[int], object] = lambda done: None,
+) -> list[Verified]:
+    """Replay every device of a run whose allocator was recorded, as :func:`verify` does.
+
+    Where the run doesn't say which torch it had, the one whose rules explain most.
+
+    Raises:
+        MemtraceError: there is none.
+        TraceError: the trace is damaged.
+    """
+    found = []
+    for process in trace.processes:
+        for device in sorted(set(process.contexts["device"])):
+            segments = np.isin(process.contexts["action"], _TAKEN) & process.contexts_on(device)
+            if not segments.any():
+                continue
+            known = torch or version_of(process)
+            tried: list[Verified] = []
+            for version in [known] if known else _RULES:
+                tried.append(verify(process, device, version, progress))
+                if tried[-1].difference is None:
+                    break
+            found.append(max(tried, key=lambda one: one.equal))
+    if not found:
+        raise MemtraceError(
+            f"{trace.folder} has no segments: no caching allocator was recorded (memtrace replay "
+            "without --verify simulates one)"
+        )
+    return found
+
+
 def verify(
     process: ProcessTrace,
     device: str,
-    torch: Version | None = None,
+    version: Version,
     progress: Callable[[int], object] = lambda done: None,
 ) -> Verified:
-    """Replay the history of ``device`` by the rules of ``torch``, by default the recorded one.
+    """Replay the history of ``device`` by the rules of a version of torch.
 
     Raises:
         MemtraceError: there is no history to compare with.
@@ -132,7 +169,6 @@ def verify(
     settings = settings_of(process)
     if settings.backend != "native":
         raise MemtraceError(f"{device} was managed by {settings.backend}, which has no history")
-    version = torch or version_of(process) or NEWEST
     warm = WarmOrder()
     while True:
         history = _History.of(process, device)
@@ -154,12 +190,17 @@ def verify(
         if not warm.learn(difference.recorded, difference.found):
             break
         progress(-replay.first)
+    lost = process.manifest.get("dropped") or 0
+    text = f"event {replay.first}: {difference}" if difference else None
+    if lost and text is None:
+        text = f"{lost} events of the process are missing, which nothing can be compared with"
     return Verified(
+        pid=process.pid,
         device=device,
         torch=version,
         events=len(history.rows),
         equal=replay.equal,
-        difference=f"event {replay.first}: {difference}" if difference else None,
+        difference=text,
         reordered=history.recording.reordered,
         warm=history.warm,
         learnt=warm.learnt,

@@ -28,6 +28,7 @@ RUN: Mapping[str, Any] = {
     "unrecorded": [{"pid": int, "start_ticks": int, "argv": [str], "reason": (str, type(None))}],
     "sampling": {"nvml": str, "gpus": [{"uuid": str, "total": (int, type(None)), "status": str}]},
     "classified": [{"run": str, "rules": str}],
+    "replayed": {"run": str, "settings": str},
     "virtual_gpu": {"devices": [{"context": (int, type(None))}]},
     "files": {"*": {"bytes": int, "crc32": int}},
 }
@@ -53,6 +54,7 @@ PROCESS: Mapping[str, Any] = {
     "torch": str,
     "dropped": int,
     "unseen": [str],
+    "replayed": bool,
     "recorder": {"peak_buffer_bytes": int},
     "values": {
         "unknown_reads": int,

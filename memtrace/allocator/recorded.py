@@ -1,0 +1,60 @@
+"""What a run says of the allocator that it had: where a replay starts from."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from memtrace.allocator.requests import Requests, requests_of, settings_of, version_of
+from memtrace.allocator.settings import NEWEST
+from memtrace.allocator.simulation import ENDLESS, Setup
+from memtrace.analysis.accounts import Account, accounts
+from memtrace.errors import MemtraceError
+from memtrace.trace.reader import ProcessTrace, Trace
+from memtrace.trace.schema import Action
+
+
+def replayable(trace: Trace) -> list[Requests]:
+    """The requests of every GPU of every process, or of the host where there is no GPU.
+
+    The one with the largest peak comes first of its process.
+
+    Raises:
+        MemtraceError: nothing was allocated.
+        TraceError: the trace is damaged.
+    """
+    found = []
+    for process in trace.processes:
+        of_process = accounts(process)
+        gpus = [one for one in of_process if one.device.startswith("cuda")]
+        found += [requests_of(process, one.device) for one in gpus or of_process[:1]]
+    if not found:
+        raise MemtraceError(f"{trace.folder} has no allocations to replay")
+    return found
+
+
+def setup_of(trace: Trace, process: ProcessTrace, device: str) -> Setup:
+    """The allocator and the device of a recording, as far as it tells."""
+    settings = settings_of(process)
+    setup = Setup(settings, version_of(process) or NEWEST)
+    for found in (process.manifest.get("cuda") or {}).get("devices", []):
+        if f"cuda:{found['ordinal']}" == device and found["total_memory"]:
+            setup = replace(
+                setup, total=found["total_memory"], fraction=found.get("memory_fraction")
+            )
+    if setup.total != ENDLESS:
+        setup = replace(setup, outside=_outside(trace, Account(process, device), setup.total))
+    return setup
+
+
+def _outside(trace: Trace, account: Account, total: int) -> int:
+    """What others used of the device: known where memory ran out, else a virtual card's context."""
+    events = account.process.events
+    failed = account.here & (account.process.contexts["action"] == Action.OOM)
+    rows = np.flatnonzero(failed[events["context"]])
+    reserved = account.reserved
+    if len(rows) and reserved is not None:
+        # "id" of a failure is what the device had free.
+        return int(max(total - events["id"][rows[0]] - reserved.read_one(int(rows[0])), 0))
+    virtual = (trace.manifest.get("virtual_gpu") or {}).get("devices") or []
+    ordinal = int(account.device.partition(":")[2] or 0)
+    return int(virtual[ordinal].get("context") or 0) if ordinal < len(virtual) else 0
