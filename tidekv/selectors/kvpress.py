@@ -1,7 +1,8 @@
 """Any press of NVIDIA's kvpress as a selector."""
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +35,9 @@ class KvPress(Selector):
     input_rows: int = field(init=False)
 
     def __post_init__(self) -> None:
-        if not (hasattr(self.press, "compress") and hasattr(self.press, "compression_ratio")):
+        with _told(self.press):  # the ratio of some is known after a forward only
+            takes = all(hasattr(self.press, name) for name in ("compress", "compression_ratio"))
+        if not takes:
             raise InfeasibleError(
                 "KvPress takes a press that has a compression_ratio, such as "
                 f"kvpress.SnapKVPress(), not {self.press!r}."
@@ -61,11 +64,12 @@ class KvPress(Selector):
         """What the press keeps of the layer, in ascending order: (B, Hkv, about ``rows``).
 
         Raises:
-            InfeasibleError: it doesn't choose rows, but masks or changes them.
+            InfeasibleError: it needs what it isn't given, or doesn't choose rows, but masks or
+            changes them.
         """
-        # Half a row more than the budget: presses round down, and floats fall on either side.
-        self.press.compression_ratio = 1 - (rows + 0.5) / layer.keys.shape[2]
-        with _Gathering(layer.values) as gathering:
+        with _told(self.press), _Gathering(layer.values) as gathering:
+            # Half a row more than the budget: presses round down, and floats fall on either side.
+            self.press.compression_ratio = 1 - (rows + 0.5) / layer.keys.shape[2]
             _, kept = self.press.compress(
                 layer.attention,
                 layer.inputs,
@@ -80,6 +84,22 @@ class KvPress(Selector):
                 "chooses the same number of rows for each head."
             )
         return gathering.index[..., 0].sort(dim=-1).values
+
+
+@contextmanager
+def _told(press: Any) -> Iterator[None]:
+    """Say of a press that fails what it isn't given.
+
+    Raises:
+        InfeasibleError: it failed, for another reason than memory.
+    """
+    try:
+        yield
+    except (AssertionError, AttributeError, NotImplementedError, TypeError, ValueError) as error:
+        raise InfeasibleError(
+            f"{type(press).__name__} can't choose rows by keys, values and the last inputs of one "
+            f"layer ({type(error).__name__}: {error}); use another press."
+        ) from error
 
 
 class _Gathering(TorchFunctionMode):

@@ -57,6 +57,32 @@ def test_presses_that_keep_no_rows():
         selector.select(random_layer(60, 0, seed=1), 10, "blockwise")
 
 
+class NeedsAForward(LargestSums):
+    """A press that knows its ratio only once it has seen a forward, as DuoAttention's."""
+
+    @property
+    def compression_ratio(self) -> float:
+        raise AssertionError("Forward pass must be run")
+
+    @compression_ratio.setter
+    def compression_ratio(self, _: float) -> None:
+        pass
+
+
+class NeedsThePrompt(LargestSums):
+    """A press that reads the inputs of all rows, as ExpectedAttention's."""
+
+    def compress(self, module, hidden_states, keys, values, attentions, kwargs) -> Any:
+        assert hidden_states is not None, "only supports prefill"
+
+
+def test_presses_that_need_more_than_a_layer_end_shows():
+    with pytest.raises(InfeasibleError, match="NeedsAForward can't .*Forward pass must be run"):
+        KvPress(NeedsAForward())
+    with pytest.raises(InfeasibleError, match="NeedsThePrompt can't .*only supports prefill"):
+        KvPress(NeedsThePrompt()).select(random_layer(60, 0, seed=1), 10, "blockwise")
+
+
 def real_presses() -> dict[str, Any]:
     kvpress = pytest.importorskip("kvpress", reason=NEEDS)
     snap = {"window_size": 8, "kernel_size": 5}
