@@ -175,6 +175,8 @@ class NativeAllocator:
         self._small, self._large = Pool(0, None), Pool(1, None)
         self._private: dict[int, PrivatePool] = {}
         self._freeable: dict[int, PrivatePool] = {}
+        # Given up; PyTorch may lose memory of expandable segments with them.
+        self._forgotten: list[PrivatePool] = []
         self._scopes: list[PrivatePool] = []
         self._live: dict[int, Block] = {}
         self._waiting: dict[int, deque[Block]] = {}  # freed blocks by the stream they wait for
@@ -415,12 +417,9 @@ class NativeAllocator:
         return [*self._live.values(), *waiting.values(), *self._later.values(), *self._deferred]
 
     def _pools(self) -> list[Pool]:
-        """All pools, private ones that were given up included, as long as blocks are theirs."""
-        owners = {id(one): one for one in self._private.values()}
-        for block in self._taken():
-            if block.pool.owner is not None:
-                owners[id(block.pool.owner)] = block.pool.owner
-        private = [pool for owner in owners.values() for pool in (owner.small, owner.large)]
+        """All pools, private ones that were given up too where blocks may still be theirs."""
+        owners = [*self._private.values(), *self._forgotten]
+        private = [pool for owner in owners for pool in (owner.small, owner.large)]
         return [self._small, self._large, *private]
 
     def drain(self) -> Log:
@@ -825,6 +824,8 @@ class NativeAllocator:
             if private.segments == 0:
                 del self._freeable[number]
                 del self._private[number]
+                if self.settings.expandable:
+                    self._forgotten.append(private)
 
     def _release_free(self, pool: Pool) -> None:
         growing = []

@@ -5,13 +5,15 @@ import os
 
 import torch
 
+from tests.virtual_gpu.scripts.allocator_vectors import set_settings
+
 
 def settings(text: str) -> str:
     """Read by a process of its own: what was set before stays."""
     read, write = os.pipe()
     if os.fork() == 0:
         try:
-            torch._C._accelerator_setAllocatorSettings(text)
+            set_settings(text)
             found = torch.cuda.memory._snapshot()["allocator_settings"]
             os.write(write, json.dumps(found).encode())
         except (ValueError, IndexError, RuntimeError):

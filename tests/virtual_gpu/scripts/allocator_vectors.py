@@ -18,6 +18,12 @@ from memtrace.allocator.vectors import COUNTERS
 from memtrace.devices import choose
 from memtrace.virtual_gpu.launch import prepare
 
+# Under its name before torch 2.10.
+set_settings = getattr(
+    torch._C,
+    "_accelerator_setAllocatorSettings",
+    getattr(torch._C, "_cuda_cudaCachingAllocator_set_allocator_settings", None),
+)
 KEPT = ("alloc", "free_requested", "free_completed", "segment_alloc", "segment_free")
 KEPT += ("segment_map", "segment_unmap", "oom")
 
@@ -27,7 +33,7 @@ class Player:
 
     def __init__(self, case: dict[str, Any]) -> None:
         if case["settings"]:
-            torch._C._accelerator_setAllocatorSettings(case["settings"])
+            set_settings(case["settings"])
         torch.cuda.init()
         if case["memory_fraction"] is not None:
             torch.cuda.set_per_process_memory_fraction(case["memory_fraction"])
