@@ -38,13 +38,13 @@ class CompiledAllocator:
     ) -> None:
         settings = settings or Settings()
         fraction = settings.fraction if fraction is None else fraction
-        allowed = int(fraction * device.total)
+        allowed = int(fraction * device.total) if fraction < 1 else kernel.UNLIMITED
         collects = fraction < 1 and settings.gc_threshold > 0
         now = np.zeros(15, dtype=np.int64)
         now[[kernel.SPARE, kernel.FIRST_LATER, kernel.LAST_LATER, kernel.UNKNOWN]] = -1
         now[kernel.FREE_BYTES] = device.free_bytes
         now[kernel.NEXT_ADDRESS], now[kernel.NEXT_RESERVED] = FIRST_ADDRESS, FIRST_RESERVED
-        rules = np.zeros(13, dtype=np.int64)
+        rules = np.zeros(14, dtype=np.int64)
         for rule, value in {
             kernel.MAX_SPLIT: min(settings.max_split_size, kernel.UNLIMITED),
             kernel.MAX_ROUNDING: min(settings.max_non_split_rounding, kernel.UNLIMITED),
@@ -53,8 +53,9 @@ class CompiledAllocator:
             kernel.ALLOWED: allowed,
             kernel.TOTAL: device.total,
             kernel.COLLECTS: collects,
-            kernel.GC_LIMIT: int(settings.gc_threshold * allowed),
+            kernel.GC_LIMIT: int(settings.gc_threshold * allowed) if collects else 0,
             kernel.THROWS: settings.throw_on_oom,
+            kernel.REJECTED: int(settings.fraction * device.total),
             kernel.BY_BLOCK: torch == (2, 12),
             kernel.BY_SEGMENT: torch >= (2, 13),
             kernel.SCOPES_CLOSE: torch <= (2, 12),

@@ -52,8 +52,8 @@ CALLS, USES, SEGMENTS = range(3)
 # Entries of ``rules``.
 (
     MAX_SPLIT, MAX_ROUNDING, LARGE_SEGMENT, EXPANDABLE, ALLOWED, TOTAL, COLLECTS, GC_LIMIT,
-    THROWS, BY_BLOCK, BY_SEGMENT, SCOPES_CLOSE, SOON,
-) = range(13)  # fmt: skip
+    THROWS, REJECTED, BY_BLOCK, BY_SEGMENT, SCOPES_CLOSE, SOON,
+) = range(14)  # fmt: skip
 UNLIMITED = 1 << 62
 #: More streams than these don't fit into a block's set of streams.
 MOST_STREAMS = 62
@@ -415,32 +415,25 @@ def _from_device(s, pool, size, stream, retries):
     if s.rules[COLLECTS]:
         _collect_garbage(s)
     b = _new_block(s, pool, want, size, stream)
-    if b < 0 and _rejects(s, want):
-        _log(s, _REJECTION)
-        return -1
-    if b < 0 and _release_available(s, pool, size, stream):
+    if b == -1 and _release_available(s, pool, size, stream):
         b = _new_block(s, pool, want, size, stream)
-    if b < 0 and retries:
+    if b == -1 and retries:
         _release_cached(s)
         _log(s, _RETRY)
         b = _new_block(s, pool, want, size, stream)
-        if b < 0 and _rejects(s, want):
-            _log(s, _REJECTION)
-            return -1
-    if b < 0:
+    if b == -1:
         _row(s, _OOM, s.now[FREE_BYTES], size, want, s.streams[stream], 0, 0, 0)
     return b
 
 
 @njit(cache=True)
-def _rejects(s, want):
-    return s.rules[THROWS] == 1 and s.now[RESERVED] + want > s.rules[ALLOWED]
-
-
-@njit(cache=True)
 def _new_block(s, pool, want, size, stream):
+    """-1: there is no room; -3: nothing is tried."""
     if s.now[RESERVED] + want > s.rules[ALLOWED]:
         return -1
+    if s.rules[THROWS] and s.now[RESERVED] + want > s.rules[REJECTED]:
+        _log(s, _REJECTION)
+        return -3
     if s.rules[EXPANDABLE]:
         return _grow(s, pool, size, stream)
     address = _device_malloc(s, want)
