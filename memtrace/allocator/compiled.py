@@ -12,7 +12,7 @@ from memtrace.allocator import kernel
 from memtrace.allocator.device import FIRST_ADDRESS, FIRST_RESERVED, Device
 from memtrace.allocator.log import COLUMNS, Log
 from memtrace.allocator.native import Completion
-from memtrace.allocator.ops import Ops
+from memtrace.allocator.ops import Op, Ops
 from memtrace.allocator.settings import NEWEST, Settings, Version
 
 _LOG_ROWS = 1 << 18
@@ -23,6 +23,10 @@ class CompiledAllocator:
 
     ``streams``: the handles of all streams that operations name; ``pools``: the highest number of
     a private pool.
+
+    Raises:
+        ValueError: private pools of expandable segments, which PyTorch may drop while blocks live,
+            are left to the readable definition.
     """
 
     def __init__(
@@ -37,6 +41,8 @@ class CompiledAllocator:
         pools: int = 0,
     ) -> None:
         settings = settings or Settings()
+        if pools and settings.expandable:
+            raise ValueError("no private pools of expandable segments are followed here")
         fraction = settings.fraction if fraction is None else fraction
         allowed = int(fraction * device.total) if fraction < 1 else kernel.UNLIMITED
         collects = fraction < 1 and settings.gc_threshold > 0
@@ -88,7 +94,13 @@ class CompiledAllocator:
 
         Raises:
             KeyError: a block is used that isn't allocated.
+            ValueError: streams are recorded beside private pools of torch up to 2.12, whose frees
+                are deferred: the readable definition can do that.
         """
+        state = self._state
+        deferring = state.rules[kernel.SCOPES_CLOSE] and len(state.pools) > 2
+        if deferring and (ops.kind == Op.RECORD_STREAM).any():
+            raise ValueError("no frees are deferred here")
         named = self._state.named
         most = int(ops.block.max(initial=-1)) + 1
         if most > len(named):

@@ -43,7 +43,7 @@ class Ops:
     def __len__(self) -> int:
         return len(self.kind)
 
-    def __getitem__(self, rows: slice) -> "Ops":
+    def __getitem__(self, rows: slice | np.ndarray) -> "Ops":
         columns = (self.kind, self.block, self.size, self.stream, self.pool)
         return Ops(*(column[rows] for column in columns))
 

@@ -145,7 +145,8 @@ def _allocator(
     requests: Requests, setup: Setup, ops_in_all: int
 ) -> "NativeAllocator | CompiledAllocator":
     device = Device(setup.total, setup.outside)
-    if ops_in_all >= _MANY and find_spec("numba"):
+    follows = not (requests.pools and setup.settings.expandable)
+    if ops_in_all >= _MANY and follows and find_spec("numba"):
         from memtrace.allocator.compiled import CompiledAllocator
 
         return CompiledAllocator(
