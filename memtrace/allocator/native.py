@@ -195,7 +195,7 @@ class NativeAllocator:
         """The address of a block; 0 for no bytes.
 
         ``pool``: the private pool whose scope is open; None: the innermost of
-        :meth:`begin_pool`.
+        :meth:`begin_pool` (before torch 2.10 the outermost).
 
         Raises:
             OutOfMemory: where PyTorch does.
@@ -434,7 +434,9 @@ class NativeAllocator:
             if pool not in self._private:
                 self._private[pool] = PrivatePool(pool)
             return self._private[pool]
-        return self._scopes[-1] if self._scopes else None
+        if not self._scopes:
+            return None
+        return self._scopes[-1 if self.torch >= (2, 10) else 0]
 
     def _pool(self, owner: PrivatePool | None, size: int) -> Pool:
         small = size <= SMALL_LIMIT
@@ -551,6 +553,7 @@ class NativeAllocator:
             private=sum(block.size for pool in owned for block in pool),
             rejected=rejected,
             expandable=self.settings.expandable,
+            torch=self.torch,
         )
 
     def _new_block(

@@ -2,11 +2,23 @@
 
 from dataclasses import dataclass
 
+from memtrace.allocator.settings import NEWEST, Version
+
 _ADVICE = (
     " If reserved but unallocated memory is large try setting"
     " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation"
-    " for Memory Management  (https://docs.pytorch.org/docs/stable/notes/cuda.html"
+    " for Memory Management  "
+)
+_PAGE = (
+    "(https://docs.pytorch.org/docs/stable/notes/cuda.html"
     "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"
+)
+_OLD_PAGE = "(https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
+_ADVICE_ON_ADDRESSES = (
+    " expandable_segments is enabled. If instead the process is running out of virtual address"
+    " space (VSZ), expandable segments may be over-reserving VA (each segment reserves ~9/8 of"
+    " device memory, times the number of streams); reduce it via PYTORCH_CUDA_ALLOC_CONF"
+    " expandable_segments_reserve / expandable_segments_reserve_by_class."
 )
 
 
@@ -24,7 +36,8 @@ class Failure:
         reserved: in segments.
         private: free in private pools, which PyTorch counts as allocated.
         rejected: nothing was tried, by ``throw_on_cudamalloc_oom``.
-        expandable: segments are expandable, so PyTorch doesn't advise it.
+        expandable: segments are expandable; newer versions don't advise it then.
+        torch: whose words.
     """
 
     requested: int
@@ -37,6 +50,7 @@ class Failure:
     private: int
     rejected: bool = False
     expandable: bool = False
+    torch: Version = NEWEST
 
     def message(self, device: int = 0, process: int | None = None) -> str:
         """What ``torch.cuda.OutOfMemoryError`` says; ``process``: bytes that the process uses,
@@ -65,8 +79,15 @@ class Failure:
             f" of which {_size(self.free)} is free. {used}{allowed}Of the allocated memory"
             f" {_size(self.allocated + self.private)} is allocated by PyTorch, {private}and"
             f" {_size(self.reserved - self.allocated - self.private)}"
-            f" is reserved by PyTorch but unallocated.{'' if self.expandable else _ADVICE}"
+            f" is reserved by PyTorch but unallocated.{self._advice()}"
         )
+
+    def _advice(self) -> str:
+        if self.expandable and self.torch >= (2, 15):
+            return _ADVICE_ON_ADDRESSES
+        if self.expandable and self.torch >= (2, 14):
+            return ""
+        return _ADVICE + (_PAGE if self.torch >= (2, 11) else _OLD_PAGE)
 
 
 class OutOfMemory(Exception):

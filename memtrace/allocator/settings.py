@@ -92,7 +92,7 @@ class Settings:
             SettingsError: what PyTorch refuses, in one sentence.
         """
         found: dict[str, Any] = {}
-        tokens = _Tokens(text)
+        tokens = _Tokens(text, torch)
         for key in tokens:
             reader = _KEYS.get(key)
             if reader is None or torch < reader.since:
@@ -107,9 +107,9 @@ class Settings:
         large = found.get("large_segment", LARGE_SEGMENT)
         # Before 2.10 the limit itself was refused.
         least = large + (MiB if torch < (2, 10) else 0)
-        _at_least("max_split_size_mb", found.get("max_split_size", UNLIMITED), least)
+        for field in ("max_split_size", "max_non_split_rounding"):
+            _at_least(f"{field.removesuffix('_size')}_mb", found.get(field, least), least)
         found.setdefault("max_non_split_rounding", large)
-        _at_least("max_non_split_rounding_mb", found["max_non_split_rounding"], large)
         return cls(**found)
 
     @classmethod
@@ -180,7 +180,8 @@ def _round_to_division(size: int, divisions: int) -> int:
 class _Tokens:
     """Words and the marks ``, : [ ]`` of a settings string; white space doesn't count."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, torch: Version) -> None:
+        self.torch = torch
         self._tokens = re.findall(r"[,:\[\]]|[^,:\[\]]+", re.sub(r"\s+", "", text))
         self._place = 0
 
@@ -262,7 +263,8 @@ def _divisions(tokens: _Tokens, key: str) -> tuple[int, ...]:
     if first != "[":
         return (_power(first, key),) * 16
     found = [0] * 16
-    after, begun = 1, False  # the entry after the last one; whether there was one
+    past = int(tokens.torch >= (2, 10))  # before, ">" changed the last entry as well
+    after, begun = past, False  # where ">" begins; whether there was an entry
     while tokens.peek() != "]":
         size = tokens.next(key)
         text = tokens.value(key)
@@ -274,7 +276,7 @@ def _divisions(tokens: _Tokens, key: str) -> tuple[int, ...]:
             if not begun:
                 found[:place] = [divisions] * place
             found[place] = divisions
-            after, begun = place + 1, True
+            after, begun = place + past, True
         if tokens.peek() != "]":
             tokens.expect(",", key)
     tokens.expect("]", key)
@@ -327,8 +329,9 @@ _KEYS: dict[str, _Key] = {
     "throw_on_cudamalloc_oom": _Key(_flag, "throw_on_oom", (2, 12)),
     # These change locking, capture or host memory, not what a stream of requests is given.
     "graph_capture_record_stream_reuse": _Key(_flag, since=(2, 9)),
-    "pinned_max_cached_size_mb": _Key(_mib, since=(2, 12)),
-    "pinned_max_round_threshold_mb": _Key(_mib, since=(2, 12)),
+    "pinned_free_catch_all": _Key(_flag, since=(2, 12)),
+    "pinned_max_cached_size_mb": _Key(_mib, since=(2, 13)),
+    "pinned_max_round_threshold_mb": _Key(_mib, since=(2, 13)),
     "pinned_num_register_threads": _Key(_threads),
     "pinned_reserve_segment_size_mb": _Key(_mib, since=(2, 9)),
     "pinned_use_background_threads": _Key(_flag),

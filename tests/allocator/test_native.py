@@ -218,6 +218,15 @@ def test_nothing_is_retried_in_a_pool_up_to_2_12(torch: Version, fits: bool) -> 
             allocator.malloc(60 * MIB)
 
 
+@pytest.mark.parametrize(("torch", "inner"), [((2, 9), False), ((2, 10), True)])
+def test_of_nested_scopes_one_counts(torch: Version, inner: bool) -> None:
+    allocator = made(torch=torch)
+    for pool in (1, 2):
+        allocator.begin_pool(pool)
+    allocator.malloc(5)
+    assert allocator.segments()[0][0].pool.number == (4 if inner else 2)
+
+
 def test_a_pool_keeps_its_memory_until_it_is_released() -> None:
     allocator = made()
     allocator.begin_pool(1)
@@ -283,6 +292,22 @@ def test_what_throw_on_cudamalloc_oom_rejects(
     assert failed.value.failure.rejected == rejected
     assert statistics["num_oom_rejections"] == rejected
     assert statistics["num_alloc_retries"] == statistics["num_ooms"] == (not rejected)
+
+
+@pytest.mark.parametrize(
+    ("torch", "end"),
+    [
+        ((2, 9), "https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"),
+        ((2, 11), "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"),
+        ((2, 14), "unallocated."),
+        ((2, 15), "expandable_segments_reserve_by_class."),
+    ],
+)
+def test_advice_with_expandable_segments_depends_on_the_version(torch: Version, end: str) -> None:
+    allocator = made("expandable_segments:True", torch)
+    with pytest.raises(OutOfMemory) as failed:
+        allocator.malloc(1 << 40)
+    assert str(failed.value).endswith(end)
 
 
 def test_no_bytes_are_no_allocation() -> None:

@@ -135,7 +135,10 @@ def test_what_pytorch_refuses_is_refused_in_a_sentence(text: str) -> None:
         ("per_process_memory_fraction:0.5", (2, 10)),
         ("max_split_size_mb:20", (2, 10)),  # before, the limit itself was refused
         ("large_segment_size_mb:64", (2, 11)),
+        ("max_non_split_rounding_mb:20", (2, 10)),
         ("throw_on_cudamalloc_oom:True", (2, 12)),
+        ("pinned_free_catch_all:True", (2, 12)),
+        ("pinned_max_cached_size_mb:3", (2, 13)),
     ],
 )
 def test_keys_are_as_old_as_in_pytorch(text: str, since: tuple[int, int]) -> None:
@@ -143,6 +146,12 @@ def test_keys_are_as_old_as_in_pytorch(text: str, since: tuple[int, int]) -> Non
     if since > OLDEST:
         with pytest.raises(SettingsError):
             Settings.parse(text, (since[0], since[1] - 1))
+
+
+def test_the_rest_of_the_divisions_began_one_earlier_before_2_10() -> None:
+    text = "roundup_power2_divisions:[256:1,512:2,1024:4,>:8]"
+    assert Settings.parse(text, (2, 10)).divisions == (1,) * 9 + (2, 4) + (8,) * 5
+    assert Settings.parse(text, (2, 9)).divisions == (1,) * 9 + (2,) + (8,) * 6
 
 
 @pytest.mark.parametrize(
