@@ -196,7 +196,9 @@ class Account:
 
 
 def accounts(process: ProcessTrace) -> list[Account]:
-    """One account for each device that held a tensor, in order of their :attr:`Account.rank`.
+    """One account for each device that held a tensor or had no room for one.
+
+    They come in order of their :attr:`Account.rank`.
 
     Raises:
         TraceError: the trace is damaged.
@@ -205,7 +207,7 @@ def accounts(process: ProcessTrace) -> list[Account]:
     devices = {
         contexts["device"][context]
         for context in np.flatnonzero(np.bincount(process.events["context"]))
-        if contexts["action"][context] in TENSOR_ACTIONS
+        if contexts["action"][context] in (*TENSOR_ACTIONS, Action.OOM)
     }
     found = [Account(process, device) for device in sorted(devices)]
     return sorted(found, key=lambda account: account.rank)
