@@ -10,6 +10,7 @@ from memtrace.commands import (
     classify,
     compare,
     devices,
+    explain,
     export,
     import_,
     record,
@@ -19,12 +20,13 @@ from memtrace.commands import (
 )
 from memtrace.errors import MemtraceError
 
-_COMMANDS = (record, report, compare, view, replay, classify, import_, export, devices)
+_COMMANDS = (record, report, explain, compare, view, replay, classify, import_, export, devices)
 
 _EXAMPLES = """\
 examples:
   memtrace record -- python infer.py           record a script
   memtrace report infer-4711.memtrace          where its bytes went
+  memtrace explain infer-4711.memtrace         why it ran out of memory
   memtrace compare snapkv.memtrace tide.memtrace
   memtrace view snapkv.memtrace tide.memtrace  the same in a browser
   memtrace replay infer-4711.memtrace --sweep  which allocator settings need the least memory

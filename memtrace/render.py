@@ -142,7 +142,7 @@ def out_of_memory(oom: Oom, top: int) -> Group:
     title = Text.assemble(
         ("out of memory ", "bold"),
         (f"asking for {format_size(oom.requested)}", "bold"),
-        f" on {oom.device} at {seconds(oom.time_us)}\n  in {oom.place}",
+        f" on {oom.device} at {seconds(oom.time_us)}\n  {oom.place.within}",
     )
     table = grid("", "", text=(0,))
     table.show_header = False
@@ -201,7 +201,7 @@ def peak_line(one: AccountSummary) -> Text:
     return Text.assemble(
         ("peak of allocated ", "bold"),
         (format_size(one.peak.allocated), "bold"),
-        f" at {where}\n  in {one.place}",
+        f" at {where}\n  {one.place.within}",
     )
 
 

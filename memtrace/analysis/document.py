@@ -1,13 +1,16 @@
-"""The JSON documents of ``report`` and ``compare``; docs/json.md says what each key means."""
+"""The JSON documents of ``report``, ``compare`` and ``explain``; docs/json.md describes them."""
 
 import dataclasses
 from typing import Any
 
 from memtrace.analysis.compare import TERMS, Comparison, Terms, difference
+from memtrace.analysis.explanation import Explanation
+from memtrace.analysis.failure import Clearing
 from memtrace.analysis.oom import Oom
 from memtrace.analysis.peaks import Balance, Group
 from memtrace.analysis.process import ProcessMemory, Samples
 from memtrace.analysis.summary import AccountSummary, ProcessSummary, Summary
+from memtrace.analysis.trials import Trials
 
 #: Version of the documents that every ``--json`` prints.
 SCHEMA = 1
@@ -73,6 +76,94 @@ def comparison_document(comparison: Comparison) -> dict[str, Any]:
         ],
         "verdicts": list(comparison.verdicts),
         "warnings": list(comparison.warnings),
+    }
+
+
+def explanation_document(found: Explanation, top: int) -> dict[str, Any]:
+    """What ``memtrace explain RUN`` says, with the ``top`` largest blocks and allocations."""
+    oom, parts = found.oom, found.parts
+    why = oom.diagnosis if oom else None
+    return {
+        "schema": SCHEMA,
+        "run": str(found.summary.folder),
+        "name": found.summary.name,
+        "knowledge": str(found.summary.knowledge),
+        "pid": found.account.account.process.pid,
+        "device": found.account.device,
+        "failures": len(found.summary.ooms),
+        "at": {
+            "event": found.event,
+            "time_us": found.time_us,
+            **dataclasses.asdict(found.place),
+        },
+        "verdict": why and str(why.kind),
+        "also": [str(kind) for kind in why.also] if why else [],
+        "sure": why and why.sure,
+        "words": found.words,
+        "request": why
+        and {
+            "bytes": why.request.bytes,
+            "segment": why.request.wanted,
+            "stream": why.request.owner.stream,
+            "pool": why.request.owner.pool,
+            "allowed": why.request.allowed,
+        },
+        "oom": oom and _oom(oom, top),
+        "memory": {
+            name: getattr(parts, name)
+            for name in (
+                *("reserved", "allocated", "slack", "pending"),
+                *("hard", "releasable", "private", "ratio"),
+            )
+        },
+        "free": [
+            {
+                "pool": owner.pool,
+                "stream": owner.stream,
+                "bytes": size,
+                "largest_block": parts.largest[owner],
+            }
+            for owner, size in parts.free.items()
+        ],
+        "hard_peak": found.hard_peak
+        and {
+            "bytes": found.hard_peak.bytes,
+            "time_us": found.hard_peak.time_us,
+            **dataclasses.asdict(found.hard_peak.place),
+        },
+        "in_the_way": found.clearing and _clearing(found.clearing, top),
+        "settings": found.trials and _trials(found.trials),
+        "help": list(found.help),
+    }
+
+
+def _clearing(clearing: Clearing, top: int) -> dict[str, Any]:
+    return {
+        "bytes": clearing.bytes,
+        "gained": clearing.gained,
+        "segments_returned": clearing.returned,
+        "count": len(clearing.blocks),
+        "blocks": [
+            {
+                "address": block.address,
+                "bytes": block.bytes,
+                "requested": block.requested,
+                "component": block.component,
+                "age_us": block.age_us,
+                "pending": block.pending,
+                **dataclasses.asdict(block.place),
+                "stack": list(block.stack),
+            }
+            for block in clearing.blocks[:top]
+        ],
+    }
+
+
+def _trials(trials: Trials) -> dict[str, Any]:
+    return {
+        "own": dataclasses.asdict(trials.own),
+        "others": [dataclasses.asdict(trial) for trial in trials.others],
+        "distrust": trials.distrust,
     }
 
 

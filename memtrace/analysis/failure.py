@@ -134,7 +134,7 @@ class Diagnosis:
 
 def diagnose(account: Account, request: Request, layout: Layout | None) -> Diagnosis:
     """``layout``: the segments and blocks after the request failed; None: there were none."""
-    found = parts(layout) if layout is not None else Parts(0, 0, 0, 0, 0, 0, 0, {}, {})
+    found = parts(layout) if layout is not None else Parts.none()
     own = found.free.get(request.owner, 0) if request.owner.pool is not None else 0
     private, default = found.private - own, found.hard + found.releasable + own
     lack = request.lack(found.reserved)
@@ -361,7 +361,7 @@ class Obstacle:
     component: str
     place: Place
     stack: tuple[str, ...]  # innermost frame first; empty: not recorded
-    age_us: int | None  # since it was allocated
+    age_us: int  # since it was allocated
     pending: bool
 
 

@@ -56,6 +56,11 @@ class Parts:
     free: Mapping[Owner, int]  # hard, releasable and private again
     largest: Mapping[Owner, int]  # of each, the largest free block
 
+    @classmethod
+    def none(cls) -> "Parts":
+        """Nothing is reserved."""
+        return cls(0, 0, 0, 0, 0, 0, 0, {}, {})
+
     @property
     def ratio(self) -> float:
         """hard / reserved; 0 where nothing is reserved."""

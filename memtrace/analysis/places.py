@@ -36,6 +36,11 @@ class Place:
         ]
         return SEPARATOR.join(part for part in parts if part) or OUTSIDE
 
+    @property
+    def within(self) -> str:
+        """The same as an adverbial: ``in …`` or ``outside …``."""
+        return OUTSIDE if str(self) == OUTSIDE else f"in {self}"
+
     def folded(self) -> "Place":
         """The same without request, layer and chunk, and with ``*`` for indices in the module."""
         module = self.module and _INDEX.sub("*", self.module)
