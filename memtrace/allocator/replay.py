@@ -100,7 +100,7 @@ def _write_process(
     kept = ("pid", "start_ticks", "rank", "argv", "parent_pid", "executable", "state", "stacks")
     body = {name: process.manifest[name] for name in kept if name in process.manifest} | {
         "torch": _described(setup)["torch"],
-        "replayed": True,
+        "replayed": conf,
         "cuda": {
             "devices": [_device(one, setup) for one in requests],
             "allocator_settings": setup.settings.to_snapshot(conf),

@@ -169,7 +169,7 @@ def before_of(process: ProcessTrace) -> np.ndarray:
     """
     scopes = process.scopes
     rows = zip(scopes["kind"], scopes["name"], strict=True)
-    began = not process.manifest.get("replayed")
+    began = process.manifest.get("replayed") is None
     before = np.array([began and (kind, name) == ("op", BEFORE) for kind, name in rows], bool)
     scope = process.contexts["scope"]
     found = np.zeros(len(scope), dtype=bool)

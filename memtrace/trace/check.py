@@ -54,7 +54,7 @@ PROCESS: Mapping[str, Any] = {
     "torch": str,
     "dropped": int,
     "unseen": [str],
-    "replayed": bool,
+    "replayed": str,
     "recorder": {"peak_buffer_bytes": int},
     "values": {
         "unknown_reads": int,
