@@ -553,6 +553,7 @@ class NativeAllocator:
             private=sum(block.size for pool in owned for block in pool),
             rejected=rejected,
             expandable=self.settings.expandable,
+            reserve=self.settings.reserve and self.settings.reservation(self.device.total),
             torch=self.torch,
         )
 
@@ -594,6 +595,8 @@ class NativeAllocator:
 
     def _grow(self, pool: Pool, size: int, stream: int) -> Block | None:
         block = self._expandable_block(pool, size, stream)
+        if block is None:
+            return None
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None
         while block.size < size:
@@ -607,8 +610,9 @@ class NativeAllocator:
             pool.owner.segments += 1
         return block
 
-    def _expandable_block(self, pool: Pool, size: int, stream: int) -> Block:
-        """Where free and unmapped blocks of one stream have room in a row."""
+    def _expandable_block(self, pool: Pool, size: int, stream: int) -> Block | None:
+        """Where free and unmapped blocks of one stream have room in a row; None: not even a new
+        segment has."""
         for _, block in pool.unmapped.get(stream, ()):
             start = block
             if block.prev is not None and block.prev.is_free:
@@ -616,8 +620,9 @@ class NativeAllocator:
             if _has_room(start, size):
                 return start
         page = SMALL_SEGMENT if pool.small else self.settings.large_segment
-        whole = self.device.total + self.device.total // 8
-        whole = (whole + page - 1) // page * page
+        whole = -(-self.settings.reservation(self.device.total) // page) * page or page
+        if whole < size:
+            return None
         address = self.device.reserve(whole)
         block = Block(pool, stream, address, whole, self._order())
         block.segment = ExpandableSegment(address, page)

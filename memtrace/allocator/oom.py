@@ -37,6 +37,7 @@ class Failure:
         private: free in private pools, which PyTorch counts as allocated.
         rejected: nothing was tried, by ``throw_on_cudamalloc_oom``.
         expandable: segments are expandable; newer versions don't advise it then.
+        reserve: addresses of an expandable segment; None where no setting limits them.
         torch: whose words.
     """
 
@@ -50,6 +51,7 @@ class Failure:
     private: int
     rejected: bool = False
     expandable: bool = False
+    reserve: int | None = None
     torch: Version = NEWEST
 
     def message(self, device: int = 0, process: int | None = None) -> str:
@@ -83,6 +85,14 @@ class Failure:
         )
 
     def _advice(self) -> str:
+        if self.expandable and self.reserve is not None and self.wanted > self.reserve:
+            return (
+                f" This allocation exceeds the expandable-segment reserve of {_size(self.reserve)}"
+                " for this stream, and a single allocation cannot span expandable segments. Raise"
+                " PYTORCH_CUDA_ALLOC_CONF expandable_segments_reserve or"
+                " expandable_segments_reserve_by_class (or unset it) so that a segment is at least"
+                f" {_size(self.wanted)}."
+            )
         if self.expandable and self.torch >= (2, 15):
             return _ADVICE_ON_ADDRESSES
         if self.expandable and self.torch >= (2, 14):

@@ -8,6 +8,7 @@ of PyTorch; versions are compared as ``(major, minor)``. Behaviour: ``c10/core/A
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, Self
 
 from memtrace.errors import MemtraceError
@@ -68,6 +69,8 @@ class Settings:
         gc_threshold: share of the allowed memory above which idle segments are collected; 0: never.
         large_segment: what blocks below 10 MiB share.
         expandable: segments grow by mapping pages.
+        reserve: addresses of an expandable segment, in bytes or (a float) as a share of the
+            device's memory; None: 9/8 of that.
         fraction: share of the device's memory that may be reserved.
         throw_on_oom: what exceeds ``fraction`` is refused, and nothing retried, unless it exceeds
             the limit that the program set too.
@@ -80,6 +83,7 @@ class Settings:
     gc_threshold: float = 0.0
     large_segment: int = LARGE_SEGMENT
     expandable: bool = False
+    reserve: float | int | None = None
     fraction: float = 1.0
     throw_on_oom: bool = False
     backend: str = "native"
@@ -102,7 +106,7 @@ class Settings:
                     f"{key!r} is no setting of torch {version}'s allocator; it has {known}"
                 )
             value = reader.read(tokens, key)
-            if reader.sets:
+            if reader.sets and value is not None:
                 found[reader.sets] = value
         large = found.get("large_segment", LARGE_SEGMENT)
         # Before 2.10 the limit itself was refused.
@@ -155,6 +159,15 @@ class Settings:
             if divisions > 1 and requested > MIN_BLOCK * divisions:
                 return _round_to_division(requested, divisions)
         return max(MIN_BLOCK, (requested + MIN_BLOCK - 1) & -MIN_BLOCK)
+
+    def reservation(self, total: int) -> int:
+        """Bytes of addresses for an expandable segment on a device of ``total`` bytes; whole pages
+        are reserved."""
+        most = total + total // 8
+        if self.reserve is None:
+            return most
+        share = isinstance(self.reserve, float)
+        return min(most, int(self.reserve * total) if share else int(self.reserve))
 
     def segment(self, size: int) -> int:
         """What a block of a rounded size makes the allocator ask the device for."""
@@ -283,6 +296,29 @@ def _divisions(tokens: _Tokens, key: str) -> tuple[int, ...]:
     return tuple(found)
 
 
+def _reserve(tokens: _Tokens, key: str) -> float | int | None:
+    """A share, or GiB; anything else PyTorch ignores with a warning."""
+    text = tokens.value(key)
+    found = re.fullmatch(r"(\+?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)([gG]?)", text)
+    number = float(found[1]) if found else 0.0
+    if not found or number == 0 or number == inf:
+        return None
+    if found[2]:
+        return int(number * (1 << 30))
+    return number if number <= 1 else None
+
+
+def _reserve_by_class(tokens: _Tokens, key: str) -> None:
+    """Of streams that a program gave a class, of which nothing is known here."""
+    tokens.expect(":", key)
+    tokens.expect("[", key)
+    while tokens.peek() != "]":
+        _reserve(tokens, tokens.next(key))
+        if tokens.peek() != "]":
+            tokens.expect(",", key)
+    tokens.expect("]", key)
+
+
 def _power(text: str, key: str) -> int:
     number = _number(text, key)
     if number == 0 or number & (number - 1):
@@ -316,6 +352,8 @@ class _Key:
 _KEYS: dict[str, _Key] = {
     "backend": _Key(_backend, "backend"),
     "expandable_segments": _Key(_flag, "expandable"),
+    "expandable_segments_reserve": _Key(_reserve, "reserve", (2, 15)),
+    "expandable_segments_reserve_by_class": _Key(_reserve_by_class, since=(2, 15)),
     "garbage_collection_threshold": _Key(
         _share(lambda x: 0 < x < 1, "above 0 and below 1"), "gc_threshold"
     ),

@@ -294,6 +294,15 @@ def test_what_throw_on_cudamalloc_oom_rejects(
     assert statistics["num_alloc_retries"] == statistics["num_ooms"] == (not rejected)
 
 
+def test_no_block_is_larger_than_an_expandable_segments_reserve() -> None:
+    allocator = made("expandable_segments:True,expandable_segments_reserve:0.1")
+    allocator.malloc(100 * MIB)
+    with pytest.raises(OutOfMemory, match=r"exceeds the expandable-segment reserve of 100\.00 MiB"):
+        allocator.malloc(101 * MIB)
+    allocator.malloc(100 * MIB)
+    assert [block.address for (block,) in allocator.segments()] == [0x300000000, 0x340000000]
+
+
 @pytest.mark.parametrize(
     ("torch", "end"),
     [

@@ -139,6 +139,8 @@ def test_what_pytorch_refuses_is_refused_in_a_sentence(text: str) -> None:
         ("throw_on_cudamalloc_oom:True", (2, 12)),
         ("pinned_free_catch_all:True", (2, 12)),
         ("pinned_max_cached_size_mb:3", (2, 13)),
+        ("expandable_segments_reserve:0.5", (2, 15)),
+        ("expandable_segments_reserve_by_class:[some:0.5,other:40G]", (2, 15)),
     ],
 )
 def test_keys_are_as_old_as_in_pytorch(text: str, since: tuple[int, int]) -> None:
@@ -146,6 +148,25 @@ def test_keys_are_as_old_as_in_pytorch(text: str, since: tuple[int, int]) -> Non
     if since > OLDEST:
         with pytest.raises(SettingsError):
             Settings.parse(text, (since[0], since[1] - 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "reservation"),
+    # Of a device of 800 MiB, as torch 2.15.0 reserves them.
+    [
+        ("0.5", 400),
+        ("+.25", 200),
+        ("1e-1", 80),
+        ("1", 800),
+        ("0.5G", 512),
+        ("0.5g", 512),
+        ("2G", 900),
+        *((ignored, 900) for ignored in ("0", "-1", "1.5", "100M", "0.1GB", "x", "inf", "nan")),
+    ],
+)
+def test_what_an_expandable_segment_reserves(text: str, reservation: int) -> None:
+    settings = Settings.parse(f"expandable_segments_reserve:{text}", (2, 15))
+    assert settings.reservation(800 * MIB) == reservation * MIB
 
 
 def test_the_rest_of_the_divisions_began_one_earlier_before_2_10() -> None:

@@ -56,6 +56,8 @@ def test_failures_are_told_in_the_same_words(cache: Path) -> None:
     if TORCH >= (2, 12):
         throws = "throw_on_cudamalloc_oom:True"
         confs += [throws, f"{throws},per_process_memory_fraction:0.8", f"{throws},{confs[1]}"]
+    if TORCH >= (2, 15):
+        confs += [f"{confs[1]},expandable_segments_reserve:0.3"]
     assert_equal([case(conf, fraction, ops) for conf in confs for fraction in (None, 0.9, 1.0)])
 
 
