@@ -69,8 +69,8 @@ def _memory(found: Explanation) -> Table:
         row("device", oom.total)
         row("free on it", oom.free)
         row("outside the allocator", oom.outside, "contexts, libraries, other processes")
-        if oom.diagnosis.request.allowed is not None:
-            row("allowed", oom.diagnosis.request.allowed, "by the memory fraction")
+        if oom.request.allowed is not None:
+            row("allowed", oom.request.allowed, "by the memory fraction")
     row("reserved", parts.reserved)
     row("  allocated", parts.allocated, f"{format_size(parts.slack)} beyond what was asked for")
     for name, series in found.account.account.components.items():
@@ -132,7 +132,9 @@ def _settings(trials: Trials) -> Iterator[RenderableType]:
         fits = ["succeeds" if trial.avoids else "fails"] if asked else []
         table.add_row(name, *fits, f"{trial.failures:,}", format_size(trial.reserved_peak))
 
-    ranked = sorted(trials.others, key=lambda one: (not one.avoids, one.reserved_peak))
+    ranked = sorted(
+        trials.others, key=lambda one: (not one.avoids, one.failures, one.reserved_peak)
+    )
     row("(the run's own)", trials.own)
     for trial in ranked[:_SHOWN]:
         row(trial.settings or "(the default ones)", trial)

@@ -96,14 +96,14 @@ def explain(
     account = found.account
     reserved = account.reserved
     event = oom.event if oom else _fullest(account)
-    layout = layout_at(account, event)
+    layout = oom.layout if oom else layout_at(account, event)
     held = oom.diagnosis.parts if oom else parts(layout) if layout else Parts.none()
     cleared = None
     if oom and layout and oom.kind not in (Kind.PENDING, Kind.PRIVATE):
-        cleared = clearing(account, oom.diagnosis.request, layout)
+        cleared = clearing(account, oom.request, layout)
     trials = None
     if replay and not (oom and oom.kind is Kind.PENDING) and reserved is not None:
-        request = oom.diagnosis.request if oom else None
+        request = oom.request if oom else None
         trials = try_settings(trace, account, request, held.reserved, progress)
     scope = account.process.contexts["scope"][account.process.events["context"][event]]
     return Explanation(

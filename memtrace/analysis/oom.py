@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -11,30 +12,83 @@ from memtrace.analysis.failure import Diagnosis, Kind, Request, diagnose
 from memtrace.analysis.peaks import Group, top_allocations
 from memtrace.analysis.places import Place, place
 from memtrace.analysis.process import cuda_device
-from memtrace.analysis.segments import layout_at
+from memtrace.analysis.segments import Layout, Totals, layout_at
 from memtrace.trace.schema import Action
 
 
 @dataclass(frozen=True)
 class Oom:
-    """One out-of-memory error, in bytes; None: unknown."""
+    """One out-of-memory error, in bytes; None: unknown.
 
-    pid: int
-    device: str
+    A program may catch thousands of them, so each is looked into when it is asked.
+    """
+
+    account: Account
     event: int
-    time_us: int
-    place: Place
-    requested: int
-    free: int  # on the device
     total: int | None  # of the device
-    reserved: int
-    allocated: int
-    active: int  # allocated, or freed and waiting for a stream
-    inactive_split: int
-    largest_free_block: int  # among those that the allocator holds
-    components: Mapping[str, int]
-    top: tuple[Group, ...]
-    diagnosis: Diagnosis
+
+    @property
+    def pid(self) -> int:
+        return self.account.process.pid
+
+    @property
+    def device(self) -> str:
+        return self.account.device
+
+    @property
+    def time_us(self) -> int:
+        return int(self.account.time_us[self.event])
+
+    @property
+    def place(self) -> Place:
+        process = self.account.process
+        return place(process, int(process.contexts["scope"][process.events["context"][self.event]]))
+
+    @cached_property
+    def request(self) -> Request:
+        """What was asked for, of whom."""
+        process = self.account.process
+        settings = settings_of(process)
+        fraction = cuda_device(process, self.device).get("memory_fraction")
+        if fraction is None:
+            fraction = settings.fraction
+        return Request.at(self.account, self.event, settings, self.total, fraction)
+
+    @property
+    def requested(self) -> int:
+        return self.request.bytes
+
+    @property
+    def free(self) -> int:
+        """On the device."""
+        return self.request.free
+
+    @cached_property
+    def layout(self) -> Layout | None:
+        """The segments and blocks that the error left."""
+        return layout_at(self.account, self.event)
+
+    @property
+    def reserved(self) -> int:
+        return self._totals.reserved if self._totals else self.allocated
+
+    @property
+    def allocated(self) -> int:
+        return self.account.allocated.read_one(self.event)
+
+    @property
+    def active(self) -> int:
+        """Allocated, or freed and waiting for a stream."""
+        return self._totals.active if self._totals else self.allocated
+
+    @property
+    def inactive_split(self) -> int:
+        return self._totals.inactive_split if self._totals else 0
+
+    @property
+    def largest_free_block(self) -> int:
+        """Among those that the allocator holds."""
+        return self._totals.largest_free if self._totals else 0
 
     @property
     def outside(self) -> int | None:
@@ -42,8 +96,23 @@ class Oom:
         return None if self.total is None else self.total - self.free - self.reserved
 
     @property
-    def kind(self) -> Kind:
+    def components(self) -> Mapping[str, int]:
+        return {
+            name: series.read_one(self.event) for name, series in self.account.components.items()
+        }
+
+    @cached_property
+    def top(self) -> tuple[Group, ...]:
+        """What was live, the largest groups first."""
+        return tuple(top_allocations(self.account, self.event))
+
+    @cached_property
+    def diagnosis(self) -> Diagnosis:
         """Why there was no room."""
+        return diagnose(self.account, self.request, self.layout)
+
+    @property
+    def kind(self) -> Kind:
         return self.diagnosis.kind
 
     @property
@@ -51,40 +120,14 @@ class Oom:
         """The same in one sentence or two."""
         return self.diagnosis.words
 
+    @cached_property
+    def _totals(self) -> Totals | None:
+        return None if self.layout is None else self.layout.totals
+
 
 def ooms(account: Account, total: int | None) -> list[Oom]:
     """The out-of-memory errors of an account, in order; ``total``: bytes of its device."""
     contexts, events = account.process.contexts, account.process.events
     failed = account.here & (contexts["action"] == Action.OOM)
-    return [_oom(account, int(event), total) for event in np.flatnonzero(failed[events["context"]])]
-
-
-def _oom(account: Account, event: int, total: int | None) -> Oom:
-    events = account.process.events
-    layout = layout_at(account, event)
-    counted = layout.totals if layout is not None else None
-    scope = account.process.contexts["scope"][events["context"][event]]
-    allocated = account.allocated.read_one(event)
-    settings = settings_of(account.process)
-    fraction = cuda_device(account.process, account.device).get("memory_fraction")
-    request = Request.at(
-        account, event, settings, total, settings.fraction if fraction is None else fraction
-    )
-    return Oom(
-        pid=account.process.pid,
-        device=account.device,
-        event=event,
-        time_us=int(account.time_us[event]),
-        place=place(account.process, int(scope)),
-        requested=request.bytes,
-        free=request.free,
-        total=total,
-        reserved=counted.reserved if counted else allocated,
-        allocated=allocated,
-        active=counted.active if counted else allocated,
-        inactive_split=counted.inactive_split if counted else 0,
-        largest_free_block=counted.largest_free if counted else 0,
-        components={name: series.read_one(event) for name, series in account.components.items()},
-        top=tuple(top_allocations(account, event)),
-        diagnosis=diagnose(account, request, layout),
-    )
+    rows = np.flatnonzero(failed[events["context"]])
+    return [Oom(account, event, total) for event in rows.tolist()]
