@@ -1,4 +1,4 @@
-"""Whatever is wrong with a run, ``report``, ``compare`` and ``view`` say it in one sentence."""
+"""Whatever is wrong with a run, whoever reads it says so in one sentence."""
 
 import json
 import os
@@ -194,7 +194,14 @@ ROW_DAMAGE: dict[str, Callable[[History], None]] = {
 
 def fails(run: Path, capsys: pytest.CaptureFixture[str], good: Path) -> None:
     """Every reader refuses ``run`` in one sentence."""
-    for argv in (["report", run], ["report", "--json", run], ["compare", good, run], ["view", run]):
+    for argv in (
+        ["report", run],
+        ["report", "--json", run],
+        ["explain", run],
+        ["explain", "--json", run],
+        ["compare", good, run],
+        ["view", run],
+    ):
         code = main([str(word) for word in argv])
         out, err = capsys.readouterr()
         assert code == 1, argv
@@ -276,7 +283,7 @@ def test_an_unreadable_file(
     (run / file).chmod(0o700)
 
 
-@pytest.mark.parametrize("command", [["report"], ["compare", "{good}"], ["view"]])
+@pytest.mark.parametrize("command", [["report"], ["explain"], ["compare", "{good}"], ["view"]])
 def test_the_real_command_says_it_in_one_sentence(
     command: list[str], run: Path, good: Path
 ) -> None:

@@ -271,7 +271,7 @@ def _of_exhaustion(why: Diagnosis, found: AccountSummary) -> Iterator[str]:
 
 
 def _savings(trials: Trials | None) -> Iterator[str]:
-    if trials is None:
+    if trials is None or trials.distrust:
         return
     own = trials.own.reserved_peak
     ranked = sorted(trials.others, key=lambda trial: trial.reserved_peak)

@@ -14,11 +14,16 @@ from memtrace.allocator.simulation import Setup, simulate
 from memtrace.allocator.sweep import grid
 from memtrace.analysis.accounts import Account
 from memtrace.analysis.failure import Request
+from memtrace.sizes import format_size
 from memtrace.trace.reader import Trace
 from memtrace.trace.schema import Action
 
 #: Called before each trial with its settings and how many are left with it; at last with 0 left.
 Progress = Callable[[str, int], object]
+
+
+#: Order and sizes of what was there before a recording are inferred; this much may come of it.
+_TOLERATED = 0.02
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Trials:
         own: the run's own settings again.
         others: the rest.
         distrust: why their answers can't be relied on, in words; None: the replay under the run's
-            own settings fails where the run did.
+            own settings does what the run did.
     """
 
     own: Trial
@@ -63,7 +68,7 @@ def try_settings(
 ) -> Trials:
     """Replay an account's requests up to the failed ``request``, or all of them.
 
-    ``reserved``: what was reserved when it failed.
+    ``reserved``: what was reserved when it failed, or at most.
     """
     requests = requests_of(account.process, account.device)
     setup = setup_of(trace, account.process, account.device)
@@ -82,13 +87,24 @@ def try_settings(
         found.append(_try(requests, tried, name, request is not None, len(distinct)))
     progress("", 0)
     own, *others = found
-    distrust = None
+    return Trials(own, tuple(others), _distrust(own, None if request else reserved))
+
+
+def _distrust(own: Trial, reserved: int | None) -> str | None:
+    """Whether the replay under the run's own settings isn't what was recorded.
+
+    ``reserved``: what was reserved at most, where nothing failed.
+    """
+    known = "so what settings do here doesn't tell what they would have done"
     if own.avoids:
-        distrust = (
-            "replayed under the run's own settings the request doesn't fail, so what the settings "
-            "do here doesn't tell what they would have done"
+        return f"replayed under the run's own settings the request doesn't fail, {known}"
+    if reserved is not None and abs(own.reserved_peak - reserved) > _TOLERATED * reserved:
+        replayed, recorded = format_size(own.reserved_peak), format_size(reserved)
+        return (
+            f"replayed under the run's own settings {replayed} are reserved at most and not "
+            f"{recorded}, {known}"
         )
-    return Trials(own, tuple(others), distrust)
+    return None
 
 
 def _as_it_failed(setup: Setup, request: Request, reserved: int) -> Setup:

@@ -38,8 +38,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.top < 0:
         raise MemtraceError(f"--top {args.top} is no number of blocks; use 0 or more")
-    path = Path(args.path)
-    if args.path == "-" or (path.exists() and not path.is_dir()):
+    if _is_log(args.path):
         return _explain_log(args)
     from memtrace.analysis.document import explanation_document
     from memtrace.analysis.explanation import explain
@@ -53,6 +52,14 @@ def run(args: argparse.Namespace) -> int:
     else:
         show(explanation(found, args.top))
     return 0
+
+
+def _is_log(path: str) -> bool:
+    """Whether it is no folder, as runs are; of what can't be found the reader of runs tells."""
+    try:
+        return path == "-" or (Path(path).exists() and not Path(path).is_dir())
+    except OSError:
+        return False
 
 
 def _explain_log(args: argparse.Namespace) -> int:
