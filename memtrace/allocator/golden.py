@@ -167,7 +167,8 @@ def _result_difference(vector: Vector, log: Log) -> Difference | None:
     for number, expected in zip(numbers, vector.results, strict=True):
         found = "oom" if number in failed else addresses.get(number, 0)
         if found != expected:
-            return _difference(vector, number, "address", expected, found)
+            theirs, ours = (hex(one) if type(one) is int else one for one in (expected, found))
+            return _difference(vector, number, "address", theirs, ours)
     return None
 
 

@@ -6,7 +6,7 @@ from memtrace.allocator.settings import NEWEST, Version
 
 _ADVICE = (
     " If reserved but unallocated memory is large try setting"
-    " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation"
+    " {}=expandable_segments:True to avoid fragmentation.  See documentation"
     " for Memory Management  "
 )
 _PAGE = (
@@ -97,7 +97,8 @@ class Failure:
             return _ADVICE_ON_ADDRESSES
         if self.expandable and self.torch >= (2, 14):
             return ""
-        return _ADVICE + (_PAGE if self.torch >= (2, 11) else _OLD_PAGE)
+        variable = "PYTORCH_ALLOC_CONF" if self.torch == (2, 10) else "PYTORCH_CUDA_ALLOC_CONF"
+        return _ADVICE.format(variable) + (_PAGE if self.torch >= (2, 11) else _OLD_PAGE)
 
 
 class OutOfMemory(Exception):

@@ -50,7 +50,7 @@ def write(path: Path, *streams: Any) -> Path:
 @pytest.mark.parametrize("path", OWN, ids=lambda path: path.name)
 def test_ours_are_equal(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(path)]) == 0
-    assert capsys.readouterr().out == "24 of 24 streams equal\n"
+    assert capsys.readouterr().out == "20 of 20 streams equal\n"
 
 
 def test_those_of_released_versions_are_equal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,15 +65,15 @@ def test_an_address_that_differs_is_told() -> None:
     number = [n for n, op in enumerate(stream["ops"]) if op[0] == "a"][3]
     address = stream["alloc_result"][3]
     stream["alloc_result"][3] += 512
-    assert difference(stream) == (number, "address", address + 512, address)
+    assert difference(stream) == (number, "address", hex(address + 512), hex(address))
 
 
 def test_a_counter_that_differs_is_told() -> None:
     stream = having("a")
     place = stream["columns"].index("active_bytes.small_pool.peak")
-    stream["stats_after_op"]["30"][place] += 512
+    stream["stats_after_op"]["36"][place] += 512
     operation, what, expected, found = difference(stream)
-    assert (operation, what, expected - found) == (30, "active_bytes.small_pool.peak", 512)
+    assert (operation, what, expected - found) == (36, "active_bytes.small_pool.peak", 512)
 
 
 def test_a_message_that_differs_is_told() -> None:
@@ -101,9 +101,9 @@ def test_an_event_that_differs_is_told(change: str) -> None:
 
 def test_the_first_of_several_differences_is_told() -> None:
     stream = having("a")
-    stream["stats_after_op"]["50"][0] += 1
-    stream["stats_after_op"]["20"][0] += 1
-    assert difference(stream)[0] == 20
+    stream["stats_after_op"]["48"][0] += 1
+    stream["stats_after_op"]["24"][0] += 1
+    assert difference(stream)[0] == 24
 
 
 def test_a_missing_and_a_further_event_at_the_end_are_told() -> None:
@@ -147,26 +147,26 @@ def test_the_command_prints_one_line_a_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = having("oom")
-    wrong["alloc_result"][0] = "oom"
+    address, wrong["alloc_result"][0] = wrong["alloc_result"][0], "oom"
     path = write(tmp_path / "some.jsonl", having("a"), wrong)
     assert main([str(path)]) == 1
     told, count = capsys.readouterr().out.splitlines()
-    assert told.startswith(f"{path}, line 2 (torch 2.14.1")
+    assert told.startswith(f"{path}, line 2 (torch 2.10.0")
     assert 'operation 0, ["a", 1,' in told
-    assert told.endswith("address: expected oom, found 35184372088832")
+    assert told.endswith(f"address: expected oom, found {address:#x}")
     assert count == "1 of 2 streams equal"
 
 
 def test_the_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = having("a")
-    wrong["stats_after_op"]["3"][wrong["columns"].index("active.all.peak")] = 77
+    wrong["stats_after_op"]["12"][wrong["columns"].index("active.all.peak")] = 77
     path = write(tmp_path / "some.jsonl.gz", wrong)
     assert main(["--json", str(path)]) == 1
     document = json.loads(capsys.readouterr().out)
     (file,) = document["files"]
     (told,) = file["differences"]
     assert (document["streams"], document["equal"], file["error"]) == (1, 0, None)
-    assert (told["operation"], told["what"], told["expected"]) == (3, "active.all.peak", 77)
+    assert (told["operation"], told["what"], told["expected"]) == (12, "active.all.peak", 77)
 
 
 BAD: dict[str, Callable[[dict[str, Any]], None]] = {
@@ -183,7 +183,7 @@ BAD: dict[str, Callable[[dict[str, Any]], None]] = {
     "no scope of pool 9 is open": lambda s: s["ops"].append(["d", 9]),
     "pool 9 is in use, or nobody has it": lambda s: s["ops"].append(["x", 9]),
     "'active.all.now' is no counter": lambda s: s["columns"].append("active.all.now"),
-    " whole numbers": lambda s: s["stats_after_op"]["3"].append(1),
+    " whole numbers": lambda s: s["stats_after_op"]["12"].append(1),
     "stats_after_op has operation '999'": lambda s: s["stats_after_op"].update({"999": []}),
     "'malloc' is no action": lambda s: s["trace"].append(["malloc", 1, 1, 1]),
     "is not an event": lambda s: s["trace"].append(["alloc", 1]),

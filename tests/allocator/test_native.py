@@ -307,6 +307,7 @@ def test_no_block_is_larger_than_an_expandable_segments_reserve() -> None:
     ("torch", "end"),
     [
         ((2, 9), "https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"),
+        ((2, 10), "https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"),
         ((2, 11), "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"),
         ((2, 14), "unallocated."),
         ((2, 15), "expandable_segments_reserve_by_class."),
