@@ -82,7 +82,7 @@ def explain(
     ``replay``: try other settings with the same requests, which takes some seconds a million.
 
     Raises:
-        MemtraceError: the trace is damaged, or has no caching allocator's segments.
+        MemtraceError: the trace is damaged or inconsistent, or has no segments and no failure.
     """
     summary = summarise(trace)
     oom = summary.ooms[-1] if summary.ooms else None
@@ -93,6 +93,11 @@ def explain(
     if oom is None and (found is None or found.account.reserved is None or found.device == "cpu"):
         raise MemtraceError(_nothing(summary, found))
     assert found is not None
+    if not found.identities.hold:
+        raise MemtraceError(
+            f"{summary.folder} can't be explained, since it is inconsistent: "
+            f"{found.identities.problem}"
+        )
     account = found.account
     reserved = account.reserved
     event = oom.event if oom else _fullest(account)

@@ -442,7 +442,9 @@ def _returned(layout: Layout, request: Request) -> tuple[np.ndarray, np.ndarray]
     default = np.flatnonzero([pool is None for pool in segments.pool])
     single = default[segments.bytes[default] >= lack]
     chosen = single[live[single].argmin()][None] if len(single) else None
-    order = default[np.argsort(live[default] / segments.bytes[default], kind="stable")]
+    order = default[
+        np.argsort(live[default] / np.maximum(segments.bytes[default], 1), kind="stable")
+    ]
     count = int(np.searchsorted(np.cumsum(segments.bytes[order]), lack)) + 1
     if count <= len(order):
         several = order[:count]

@@ -230,10 +230,12 @@ _CHUNK = 1 << 16
 
 
 def _events(account: Account) -> Iterator[tuple[int, int, int, int]]:
-    """Number, address, bytes and context of each event of the account."""
+    """Number, address, bytes and context of each event of the account that has bytes."""
     events = account.process.events
     for start in range(0, len(events["context"]), _CHUNK):
-        rows = start + np.flatnonzero(account.here[events["context"][start : start + _CHUNK]])
+        chunk = slice(start, start + _CHUNK)
+        here = account.here[events["context"][chunk]] & (events["bytes"][chunk] > 0)
+        rows = start + np.flatnonzero(here)
         columns = (events[name][rows].tolist() for name in ("id", "bytes", "context"))
         yield from zip(rows.tolist(), *columns, strict=True)
 

@@ -147,6 +147,13 @@ def test_what_can_t_be_explained_is_said(
     assert problem in capsys.readouterr().err
 
 
+def test_an_inconsistent_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = wasted()
+    program.history.event(Action.FREE, 12345, 512, "Act", device=CUDA)
+    assert main(["explain", str(program.write(tmp_path / "run"))]) == 1
+    assert "can't be explained, since it is inconsistent: storage 12345" in capsys.readouterr().err
+
+
 def test_a_failure_without_segments_is_explained_by_its_numbers(tmp_path: Path) -> None:
     history = segmentless()
     history.event(Action.OOM, MiB, 100 * MiB, None, device=CUDA)
