@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -37,6 +38,8 @@ class CAKE(Selector):
         tau1: temperature of the entropy.
         tau2: temperature of the variance.
         kernel_size: width of the average pooling over neighbouring keys; odd.
+        aggregate: of scores, over the query heads of a KV head.
+        aggregate_first: aggregate before pooling, not after it; the same for the mean.
         block_size: keys that blockwise scoring reads at a time.
     """
 
@@ -45,6 +48,8 @@ class CAKE(Selector):
     tau1: float = 1.0
     tau2: float = 1.0
     kernel_size: int = 5
+    aggregate: Literal["mean", "max"] = "mean"
+    aggregate_first: bool = True
     block_size: int = 2048
 
     across_layers = True
@@ -99,7 +104,7 @@ class CAKE(Selector):
         return scores, entropy ** (1 / self.tau1) * variance ** (1 / self.tau2)
 
     def _rule(self) -> Rule:
-        return Rule("mean", "avg", self.kernel_size)
+        return Rule(self.aggregate, "avg", self.kernel_size, self.aggregate_first)
 
 
 class _CakeChoice(Choice):

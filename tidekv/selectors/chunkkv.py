@@ -1,11 +1,12 @@
 """ChunkKV (Liu et al. 2025, arXiv 2502.00299): whole chunks of neighbouring rows are kept."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from tidekv.errors import InfeasibleError
-from tidekv.scoring import Attention, best
+from tidekv.scoring import Attention, Rule, best, window_sum
 from tidekv.selectors.base import Choice, LayerEnd, Request, Selection, Selector
 
 
@@ -13,10 +14,11 @@ from tidekv.selectors.base import Choice, LayerEnd, Request, Selection, Selector
 class ChunkKV(Selector):
     """Keep the chunks of neighbouring rows that the last ``window`` queries attend to most.
 
-    A chunk's score is the sum over its rows, the window's queries and the heads of the attention
-    weights. Chunks are cut from row 0 on; the last before the window may be short. The window is
-    always kept and counts as part of the budget; the rest is filled with chunks, best first, and
-    then with the first rows of the next one, so that the budget is met exactly.
+    A chunk's score is the sum of the attention weights over its rows, the window's queries and the
+    KV heads, for each of which the query heads are aggregated. Chunks are cut from row 0 on; the
+    last before the window may be short. The window is always kept and counts as part of the budget;
+    the rest is filled with chunks, best first, and then with the first rows of the next one, so
+    that the budget is met exactly.
 
     The paper's algorithm is written for one head; the authors refer to the implementation in
     NVIDIA/kvpress, where all heads share the chunks, which is the default here. It differs in what
@@ -28,6 +30,9 @@ class ChunkKV(Selector):
         shared: choose the same chunks for all heads; otherwise each KV head chooses its own.
         reuse: neighbouring layers that keep the same rows, of which only the first is scored (the
             paper's layer-wise index reuse, which it measures with 2 and more); 1 scores each.
+        aggregate: over the query heads of a KV head; the mean orders chunks as the sum does.
+        aggregate_first: aggregate the weights of each row, not the sums of chunks; the same for the
+            mean.
         block_size: keys that blockwise scoring reads at a time, rounded to whole chunks.
     """
 
@@ -35,6 +40,8 @@ class ChunkKV(Selector):
     chunk: int = 10
     shared: bool = True
     reuse: int = 1
+    aggregate: Literal["mean", "max"] = "mean"
+    aggregate_first: bool = True
     block_size: int = 2048
 
     def __post_init__(self) -> None:
@@ -44,6 +51,7 @@ class ChunkKV(Selector):
                 f"window={self.window}, chunk={self.chunk}, reuse={self.reuse}, "
                 f"block_size={self.block_size}."
             )
+        self._rule()  # checks its part
 
     @property
     def mandatory(self) -> int:
@@ -79,9 +87,21 @@ class ChunkKV(Selector):
 
     def _chunk_sums(self, weights: torch.Tensor) -> torch.Tensor:
         """Weights (B, Hkv, G, W, b) of whole chunks, or up to the window's first row."""
-        sums = weights.sum((1, 2, 3)).unsqueeze(1) if self.shared else weights.sum((2, 3))
-        missing = -sums.shape[-1] % self.chunk
-        return torch.nn.functional.pad(sums, (0, missing)).unflatten(-1, (-1, self.chunk)).sum(-1)
+        rule, rows = self._rule(), window_sum(weights)
+        sums = (
+            self._by_chunk(rule.heads(rows))
+            if rule.aggregate_first
+            else rule.heads(self._by_chunk(rows))
+        )
+        return sums.sum(1, keepdim=True) if self.shared else sums
+
+    def _by_chunk(self, rows: torch.Tensor) -> torch.Tensor:
+        """Sums of whole chunks, the last perhaps short: (…, b) → (…, chunks)."""
+        missing = -rows.shape[-1] % self.chunk
+        return torch.nn.functional.pad(rows, (0, missing)).unflatten(-1, (-1, self.chunk)).sum(-1)
+
+    def _rule(self) -> Rule:
+        return Rule(self.aggregate, aggregate_first=self.aggregate_first)
 
 
 class _ChunkChoice(Choice):

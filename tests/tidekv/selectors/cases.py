@@ -27,12 +27,13 @@ from tidekv.selectors import (
 
 _blocks = st.sampled_from([1, 2, 5, 16, 200])
 _odd = st.sampled_from([1, 3, 5, 7])
+_aggregate = st.sampled_from(["mean", "max"])
 _snapkv: dict[str, Any] = {
     "window": st.integers(1, 6),
     "kernel_size": _odd,
     "pooling": st.sampled_from(["max", "avg"]),
     "sinks": st.integers(0, 3),
-    "aggregate": st.sampled_from(["mean", "max"]),
+    "aggregate": _aggregate,
     "aggregate_first": st.booleans(),
     "block_size": _blocks,
 }
@@ -48,6 +49,8 @@ PARAMETERS: dict[type[Selector], st.SearchStrategy[Any]] = {
         chunk=st.integers(1, 7),
         shared=st.booleans(),
         reuse=st.integers(1, 3),
+        aggregate=_aggregate,
+        aggregate_first=st.booleans(),
         block_size=_blocks,
     ),
     CAKE: st.builds(
@@ -57,10 +60,17 @@ PARAMETERS: dict[type[Selector], st.SearchStrategy[Any]] = {
         tau1=st.sampled_from([0.8, 1.0, 1.6]),
         tau2=st.sampled_from([0.4, 1.0]),
         kernel_size=_odd,
+        aggregate=_aggregate,
+        aggregate_first=st.booleans(),
         block_size=_blocks,
     ),
-    H2O: st.builds(H2O, recent_share=st.sampled_from([0.0, 0.5, 0.7, 1.0]), block_size=_blocks),
-    TOVA: st.builds(TOVA, per_head=st.booleans(), block_size=_blocks),
+    H2O: st.builds(
+        H2O,
+        recent_share=st.sampled_from([0.0, 0.5, 0.7, 1.0]),
+        aggregate=_aggregate,
+        block_size=_blocks,
+    ),
+    TOVA: st.builds(TOVA, per_head=st.booleans(), aggregate=_aggregate, block_size=_blocks),
     KeyDiff: st.builds(KeyDiff, recent=st.integers(0, 3), block_size=_blocks),
     Knorm: st.just(Knorm()),
     StreamingLLM: st.builds(StreamingLLM, sinks=st.integers(0, 4)),

@@ -66,6 +66,10 @@ def largest(lists: Sequence[Numbers]) -> list[float]:
     return [max(values) for values in zip(*lists, strict=True)]
 
 
+#: What becomes of the query heads of a KV head.
+AGGREGATE = {"mean": mean, "max": largest}
+
+
 def pool(raw: Numbers, kernel: int, how: str) -> list[float]:
     pooled = []
     for i in range(len(raw)):
@@ -86,7 +90,7 @@ def every_head(layer: LayerEnd, choose: Callable[[int, int], Sequence[int]]) -> 
 
 def snapkv_scores(snap: SnapKV, layer: LayerEnd, batch: int, kv_head: int) -> list[float]:
     prefix = layer.keys.shape[2] - snap.window
-    aggregate = mean if snap.aggregate == "mean" else largest
+    aggregate = AGGREGATE[snap.aggregate]
     heads = [sums(layer, batch, head, prefix) for head in group_of(layer, kv_head)]
     if snap.aggregate_first:
         return pool(aggregate(heads), snap.kernel_size, snap.pooling)
@@ -126,17 +130,25 @@ def adakv(ada: AdaKV, layer: LayerEnd, rows: int) -> Kept:
 
 def chunkkv(chunks: ChunkKV, layer: LayerEnd, rows: int) -> Kept:
     length = layer.keys.shape[2]
-    prefix = length - chunks.window
+    prefix, aggregate = length - chunks.window, AGGREGATE[chunks.aggregate]
+    parts = [
+        list(range(start, min(start + chunks.chunk, prefix)))
+        for start in range(0, prefix, chunks.chunk)
+    ]
+
+    def by_chunk(rows: Numbers) -> list[float]:
+        return [sum(rows[i] for i in part) for part in parts]
+
+    def of_head(batch: int, kv_head: int) -> list[float]:
+        heads = [sums(layer, batch, head, prefix) for head in group_of(layer, kv_head)]
+        if chunks.aggregate_first:
+            return by_chunk(aggregate(heads))
+        return aggregate([by_chunk(head) for head in heads])
 
     def choose(batch: int, kv_head: int) -> list[int]:
-        heads = range(layer.queries.shape[1]) if chunks.shared else group_of(layer, kv_head)
-        by_head = [sums(layer, batch, head, prefix) for head in heads]
-        total = [sum(values) for values in zip(*by_head, strict=True)]
-        parts = [
-            list(range(start, min(start + chunks.chunk, prefix)))
-            for start in range(0, prefix, chunks.chunk)
-        ]
-        scores = [sum(total[i] for i in part) for part in parts]
+        heads = range(layer.keys.shape[1]) if chunks.shared else [kv_head]
+        by_head = [of_head(batch, head) for head in heads]
+        scores = [sum(values) for values in zip(*by_head, strict=True)]
         ordered = itertools.chain(*(parts[p] for p in ranked(scores, range(len(parts)))))
         return [*list(ordered)[: rows - chunks.window], *range(prefix, length)]
 
@@ -162,8 +174,13 @@ def cake_measure(cake: CAKE, layer: LayerEnd) -> tuple[list[list[list[float]]], 
                     entropy -= sum(a * math.log(a) for a in column if a > 0)
                     variance += shift
                     raw.append(middle + cake.gamma * shift)
-                indicators.append(pool(raw, cake.kernel_size, "avg"))
-            scores[batch].append(mean(indicators))
+                indicators.append(raw)
+            aggregate = AGGREGATE[cake.aggregate]
+            if cake.aggregate_first:
+                scores[batch].append(pool(aggregate(indicators), cake.kernel_size, "avg"))
+            else:
+                by_head = [pool(raw, cake.kernel_size, "avg") for raw in indicators]
+                scores[batch].append(aggregate(by_head))
     return scores, entropy ** (1 / cake.tau1) * variance ** (1 / cake.tau2)
 
 
@@ -184,7 +201,8 @@ def h2o(heavy: H2O, layer: LayerEnd, rows: int) -> Kept:
     recent = int(round(rows * heavy.recent_share, 6))
 
     def choose(batch: int, kv_head: int) -> list[int]:
-        scores = mean([sums(layer, batch, head, length) for head in group_of(layer, kv_head)])
+        heads = [sums(layer, batch, head, length) for head in group_of(layer, kv_head)]
+        scores = AGGREGATE[heavy.aggregate](heads)
         hitters = ranked(scores, range(length - recent))[: rows - recent]
         return [*hitters, *range(length - recent, length)]
 
@@ -192,11 +210,15 @@ def h2o(heavy: H2O, layer: LayerEnd, rows: int) -> Kept:
 
 
 def tova(selector: TOVA, layer: LayerEnd, rows: int) -> Kept:
-    last = layer.keys.shape[2] - 1
+    last, aggregate = layer.keys.shape[2] - 1, AGGREGATE[selector.aggregate]
+
+    def of_head(batch: int, kv_head: int) -> list[float]:
+        heads = group_of(layer, kv_head)
+        return aggregate([attention(layer, batch, head)[-1].tolist() for head in heads])
 
     def choose(batch: int, kv_head: int) -> list[int]:
-        heads = group_of(layer, kv_head) if selector.per_head else range(layer.queries.shape[1])
-        scores = mean([attention(layer, batch, head)[-1].tolist() for head in heads])
+        heads = [kv_head] if selector.per_head else range(layer.keys.shape[1])
+        scores = mean([of_head(batch, head) for head in heads])
         return [*ranked(scores, range(last))[: rows - 1], last]
 
     return every_head(layer, choose)

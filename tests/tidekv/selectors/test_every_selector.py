@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.tidekv.selectors.cases import PARAMETERS, as_lists, problems, random_layer
 from tests.tidekv.selectors.naive import NAIVE
+from tidekv import options
 from tidekv.errors import InfeasibleError
 from tidekv.selectors import (
     CAKE,
@@ -182,6 +183,10 @@ def test_budgets_that_cant_be(kind):
         (AdaKV, {"safeguard": 1.5}, "safeguard in 0..1"),
         (ChunkKV, {"chunk": 0}, "chunk=0"),
         (ChunkKV, {"reuse": 0}, "reuse=0"),
+        *(
+            (kind, {"aggregate": "min"}, "There is no aggregate 'min'; use one of mean, max.")
+            for kind in (ChunkKV, CAKE, H2O, SELECTORS["tova"])
+        ),
         (CAKE, {"window": 1}, "window ≥ 2"),
         (CAKE, {"gamma": -1}, "gamma ≥ 0"),
         (CAKE, {"tau2": 0}, "tau2 > 0"),
@@ -204,6 +209,27 @@ def test_make():
     assert make(None) is None
     with pytest.raises(InfeasibleError, match="There is no selector 'best'; use one of snapkv, "):
         make("best")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [kind for kind in KINDS if kind().window or kind.every_query],
+    ids=lambda kind: kind.__name__,
+)
+def test_attention_based_selectors_say_how_a_group_becomes_one_head(kind):
+    """Mean or maximum; and, where scores are pooled, before or after that."""
+    fields = options.defaults(kind)
+    assert fields["aggregate"] == "mean"
+    assert fields.get("aggregate_first", True) is True
+    assert ("aggregate_first" in fields) == bool({"kernel_size", "chunk"} & fields.keys())
+    layer = random_layer(90, 90 if kind.every_query else kind().window, seed=7, group=4)
+    # A maximum of maxima is the same in either order, and few long chunks leave little to choose.
+    given = {name: value for name, value in (("pooling", "avg"), ("chunk", 3)) if name in fields}
+    ways = [given, {**given, "aggregate": "max"}]
+    if "aggregate_first" in fields:
+        ways.append({**ways[1], "aggregate_first": False})
+    kept = [str(as_lists(choose(kind(**way), layer, request_of(layer, 60)), 2)) for way in ways]
+    assert len(set(kept)) == len(ways)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=names)
