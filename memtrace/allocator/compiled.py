@@ -50,14 +50,14 @@ class CompiledAllocator:
         now[[kernel.SPARE, kernel.FIRST_LATER, kernel.LAST_LATER, kernel.UNKNOWN]] = -1
         now[kernel.FREE_BYTES] = device.free_bytes
         now[kernel.NEXT_ADDRESS], now[kernel.NEXT_RESERVED] = FIRST_ADDRESS, FIRST_RESERVED
-        rules = np.zeros(14, dtype=np.int64)
+        rules = np.zeros(15, dtype=np.int64)
         for rule, value in {
             kernel.MAX_SPLIT: min(settings.max_split_size, kernel.UNLIMITED),
             kernel.MAX_ROUNDING: min(settings.max_non_split_rounding, kernel.UNLIMITED),
             kernel.LARGE_SEGMENT: settings.large_segment,
             kernel.EXPANDABLE: settings.expandable,
             kernel.ALLOWED: allowed,
-            kernel.TOTAL: device.total,
+            kernel.RESERVATION: settings.reservation(device.total),
             kernel.COLLECTS: collects,
             kernel.GC_LIMIT: int(settings.gc_threshold * allowed) if collects else 0,
             kernel.THROWS: settings.throw_on_oom,
@@ -65,6 +65,7 @@ class CompiledAllocator:
             kernel.BY_BLOCK: torch == (2, 12),
             kernel.BY_SEGMENT: torch >= (2, 13),
             kernel.SCOPES_CLOSE: torch <= (2, 12),
+            kernel.OUTERMOST: torch < (2, 10),
             kernel.SOON: completion == "soon",
         }.items():
             rules[rule] = value
@@ -139,7 +140,7 @@ class CompiledAllocator:
             unmapped=_wider(state.unmapped, most),
             log=_longer(state.log, max(_LOG_ROWS, 2 * most)),
             waiting=_longer(
-                state.waiting, 2 * int(state.now[kernel.WAITING]) + 2 * kernel.MOST_STREAMS
+                state.waiting, 4 * (int(state.now[kernel.WAITING]) + kernel.MOST_STREAMS)
             ),
             scopes=_longer(state.scopes, 2 * int(state.now[kernel.SCOPES]) + 8),
             scratch=_longer(state.scratch, most),

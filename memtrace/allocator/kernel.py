@@ -51,9 +51,9 @@ CALLS, USES, SEGMENTS = range(3)
 ) = range(15)  # fmt: skip
 # Entries of ``rules``.
 (
-    MAX_SPLIT, MAX_ROUNDING, LARGE_SEGMENT, EXPANDABLE, ALLOWED, TOTAL, COLLECTS, GC_LIMIT,
-    THROWS, REJECTED, BY_BLOCK, BY_SEGMENT, SCOPES_CLOSE, SOON,
-) = range(14)  # fmt: skip
+    MAX_SPLIT, MAX_ROUNDING, LARGE_SEGMENT, EXPANDABLE, ALLOWED, RESERVATION, COLLECTS, GC_LIMIT,
+    THROWS, REJECTED, BY_BLOCK, BY_SEGMENT, SCOPES_CLOSE, OUTERMOST, SOON,
+) = range(15)  # fmt: skip
 UNLIMITED = 1 << 62
 #: More streams than these don't fit into a block's set of streams.
 MOST_STREAMS = 62
@@ -313,10 +313,10 @@ def _malloc(s, requested, stream, pool):
     """A block; -2 where there is none."""
     number = pool
     if number == 0 and s.now[SCOPES] > 0:
-        number = s.scopes[s.now[SCOPES] - 1]
+        number = s.scopes[0 if s.rules[OUTERMOST] else s.now[SCOPES] - 1]
     closed = number > 0 and s.rules[SCOPES_CLOSE] == 1
     if not closed and s.rules[SOON] == 1:
-        _finish_waiting(s)
+        _finish_waiting(s, 0)
     size = _round(s, requested)
     found = 2 * number + (1 if size > SMALL_LIMIT else 0)
     b = _take_free(s, found, size, stream)
@@ -453,6 +453,8 @@ def _new_block(s, pool, want, size, stream):
 def _grow(s, pool, size, stream):
     blocks = s.blocks
     b = _expandable_block(s, pool, size, stream)
+    if b < 0:
+        return -1
     if blocks[b, MAPPED] == 0 and not _map(s, b, min(blocks[b, SIZE], size)):
         return -1
     while blocks[b, SIZE] < size:
@@ -484,8 +486,9 @@ def _expandable_block(s, pool, size, stream):
         if _has_room(s, start, size):
             return start
     page = SMALL_SEGMENT if pool % 2 == 0 else s.rules[LARGE_SEGMENT]
-    whole = s.rules[TOTAL] + s.rules[TOTAL] // 8
-    whole = (whole + page - 1) // page * page
+    whole = max((s.rules[RESERVATION] + page - 1) // page, 1) * page
+    if whole < size:
+        return -1
     address = _device_reserve(s, whole)
     b = _new(s, pool, stream, address, whole, _order(s, -1))
     block = s.blocks[b]
@@ -687,24 +690,47 @@ def _merge(s, b, other):
 
 
 @njit(cache=True)
-def _finish_waiting(s):
-    """Stream by stream, in the order in which a free first waited for each."""
+def _finish_waiting(s, number):
+    """Stream by stream, in the order in which a free first waited for each.
+
+    Only blocks of private pool ``number``, unless that is 0.
+    """
     count = s.now[WAITING]
     if count == 0:
         return
-    seen = 0
+    seen, kept = 0, 0
     for i in range(count):
         stream = s.waiting[i, 0]
         if seen >> stream & 1:
             continue
         seen |= 1 << stream
         for j in range(i, count):
-            if s.waiting[j, 0] == stream:
-                b = s.waiting[j, 1]
-                s.blocks[b, EVENTS] -= 1
-                if s.blocks[b, EVENTS] == 0:
-                    _finish(s, b)
-    s.now[WAITING] = 0
+            if s.waiting[j, 0] != stream:
+                continue
+            b = s.waiting[j, 1]
+            if number and s.blocks[b, POOL] // 2 != number:
+                s.waiting[count + kept, 0] = stream
+                s.waiting[count + kept, 1] = b
+                kept += 1
+                continue
+            s.blocks[b, EVENTS] -= 1
+            if s.blocks[b, EVENTS] == 0:
+                _finish(s, b)
+    for i in range(kept):
+        s.waiting[i] = s.waiting[count + i]
+    s.now[WAITING] = kept
+
+
+@njit(cache=True)
+def _synchronize(s, number):
+    _log(s, _SYNC)
+    _finish_waiting(s, number)
+    b = s.now[FIRST_LATER]
+    while b >= 0:
+        following = s.blocks[b, LATER]
+        if number == 0 or s.blocks[b, POOL] // 2 == number:
+            _complete(s, b)
+        b = following
 
 
 # -- giving memory back --------------------------------------------------------------------------
@@ -735,25 +761,38 @@ def _release_available(s, pool, size, stream):
 @njit(cache=True)
 def _release_cached(s):
     if not (s.now[SCOPES] > 0 and s.rules[SCOPES_CLOSE] == 1):
-        _log(s, _SYNC)
-        _finish_waiting(s)
-        while s.now[FIRST_LATER] >= 0:
-            _complete(s, s.now[FIRST_LATER])
+        _synchronize(s, 0)
         _release_free(s, 1)
         _release_free(s, 0)
+    _release_private(s, 0)
+
+
+@njit(cache=True)
+def _release_private(s, only):
+    """What can be freed of private pools; of one alone, unless ``only`` is 0."""
     kept = 0
     for i in range(s.now[FREEABLE]):
         number = s.freeable[i]
-        _release_free(s, 2 * number)
-        _release_free(s, 2 * number + 1)
-        if s.pools[2 * number, SEGMENTS] == 0:
-            for pool in (2 * number, 2 * number + 1):
-                s.pools[pool, CALLS] = 0
-                s.pools[pool, USES] = 0
-        else:
-            s.freeable[kept] = number
-            kept += 1
+        if only == 0 or number == only:
+            _release_free(s, 2 * number)
+            _release_free(s, 2 * number + 1)
+            if s.pools[2 * number, SEGMENTS] == 0:
+                for pool in (2 * number, 2 * number + 1):
+                    s.pools[pool, CALLS] = 0
+                    s.pools[pool, USES] = 0
+                continue
+        s.freeable[kept] = number
+        kept += 1
     s.now[FREEABLE] = kept
+
+
+@njit(cache=True)
+def _empty_pool(s, number):
+    for i in range(s.now[FREEABLE]):
+        if s.freeable[i] == number:
+            _synchronize(s, number)
+            _release_private(s, number)
+            break
 
 
 @njit(cache=True)
@@ -837,7 +876,7 @@ def _tight(s):
         or most > s.free.shape[1]
         or most > s.unmapped.shape[1]
         or s.now[LOGGED] + most > len(s.log)
-        or s.now[WAITING] + len(s.streams) > len(s.waiting)
+        or 2 * (s.now[WAITING] + len(s.streams)) > len(s.waiting)
         or s.now[SCOPES] + 1 > len(s.scopes)
     )
 
@@ -879,7 +918,9 @@ def run(s, kinds, numbers, sizes, streams, pools, start):
 
 @njit(cache=True)
 def _manage(s, kind, pool):
-    if kind == _OP_EMPTY:
+    if kind == _OP_EMPTY and pool > 0:
+        _empty_pool(s, pool)
+    elif kind == _OP_EMPTY:
         _release_cached(s)
     elif kind == _OP_PEAKS:
         _log(s, _RESET_PEAKS)

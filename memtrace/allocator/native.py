@@ -167,9 +167,11 @@ class NativeAllocator:
         self.completion = completion
         self.debug = debug
         self.fraction = self.settings.fraction if fraction is None else fraction
-        # Without a fraction nothing but the device itself sets a limit.
-        self.allowed = int(self.fraction * device.total) if self.fraction < 1 else UNLIMITED
-        self._collects = self.fraction < 1 and self.settings.gc_threshold > 0
+        # Without a fraction nothing but the device itself sets a limit. Before torch 2.10 all of
+        # the memory was a fraction as well, where the program set it.
+        limited = self.fraction < 1 or (fraction is not None and torch < (2, 10))
+        self.allowed = int(self.fraction * device.total) if limited else UNLIMITED
+        self._collects = limited and self.settings.gc_threshold > 0
         self.reserved = 0
         self.allocated = 0
         self._small, self._large = Pool(0, None), Pool(1, None)
@@ -261,9 +263,13 @@ class NativeAllocator:
             if self._scopes and self.torch <= (2, 12):
                 block.captured.add(stream)
 
-    def empty_cache(self) -> None:
-        """``torch.cuda.empty_cache()``."""
-        self._release_cached()
+    def empty_cache(self, pool: int | None = None) -> None:
+        """``torch.cuda.empty_cache()``; ``pool``: of that private pool only, as its end does."""
+        if pool is None:
+            self._release_cached()
+        elif pool in self._freeable:
+            self._synchronize(self._freeable[pool])
+            self._release_private(pool)
 
     def begin_pool(self, number: int) -> None:
         """From here on blocks come from a private pool: ``torch.cuda.use_mem_pool``."""
@@ -325,7 +331,7 @@ class NativeAllocator:
 
     def _manage(self, kind: int, pool: int) -> None:
         if kind == Op.EMPTY_CACHE:
-            self.empty_cache()
+            self.empty_cache(pool or None)
         elif kind == Op.RESET_PEAKS:
             self.reset_peaks()
         elif kind == Op.RESET_ACCUMULATED:
@@ -547,7 +553,7 @@ class NativeAllocator:
             wanted=want,
             total=self.device.total,
             free=self.device.free_bytes,
-            allowed=self.allowed if self.fraction < 1 else None,
+            allowed=self.allowed if self.allowed < UNLIMITED else None,
             allocated=self.allocated,
             reserved=self.reserved,
             private=sum(block.size for pool in owned for block in pool),
@@ -786,13 +792,26 @@ class NativeAllocator:
                 self._finish(block)
         self._deferred = []
 
-    def _finish_waiting(self) -> None:
+    def _finish_waiting(self, owner: PrivatePool | None = None) -> None:
+        """Free what waited for streams, which got there; ``owner``: only blocks of that pool."""
         waiting, self._waiting = self._waiting, {}
-        for blocks in waiting.values():
+        for stream, blocks in waiting.items():
             for block in blocks:
+                if owner is not None and block.pool.owner is not owner:
+                    self._waiting.setdefault(stream, deque()).append(block)
+                    continue
                 block.events -= 1
                 if block.events == 0:
                     self._finish(block)
+
+    def _synchronize(self, owner: PrivatePool | None = None) -> None:
+        """Wait for all streams, and free what waited; ``owner``: only blocks of that pool."""
+        self._log(Mark.SYNC)
+        self._end_deferral()
+        self._finish_waiting(owner)
+        for ticket, block in list(self._later.items()):
+            if owner is None or block.pool.owner is owner:
+                self.complete(ticket)
 
     # -- giving memory back ------------------------------------------------------------------
 
@@ -819,21 +838,21 @@ class NativeAllocator:
     def _release_cached(self) -> None:
         """Wait for all streams, then give back what is whole and free."""
         if not (self._scopes and self.torch <= (2, 12)):
-            self._log(Mark.SYNC)
-            self._end_deferral()
-            self._finish_waiting()
-            for ticket in list(self._later):
-                self.complete(ticket)
+            self._synchronize()
             self._release_free(self._large)
             self._release_free(self._small)
-        for number, private in list(self._freeable.items()):
-            self._release_free(private.small)
-            self._release_free(private.large)
-            if private.segments == 0:
-                del self._freeable[number]
-                del self._private[number]
-                if self.settings.expandable:
-                    self._forgotten.append(private)
+        for number in list(self._freeable):
+            self._release_private(number)
+
+    def _release_private(self, number: int) -> None:
+        private = self._freeable[number]
+        self._release_free(private.small)
+        self._release_free(private.large)
+        if private.segments == 0:
+            del self._freeable[number]
+            del self._private[number]
+            if self.settings.expandable:
+                self._forgotten.append(private)
 
     def _release_free(self, pool: Pool) -> None:
         growing = []

@@ -14,7 +14,7 @@ class Op(IntEnum):
     FREE_LATER = 2  # waits for COMPLETE, or until the allocator waits for all streams
     COMPLETE = 3
     RECORD_STREAM = 4  # another stream uses the block
-    EMPTY_CACHE = 5
+    EMPTY_CACHE = 5  # of a private pool alone, where one is named
     RESET_PEAKS = 6
     RESET_ACCUMULATED = 7
     BEGIN_POOL = 8
