@@ -85,9 +85,10 @@ class Failure:
         )
 
     def _advice(self) -> str:
-        if self.expandable and self.reserve is not None and self.wanted > self.reserve:
+        reserve = self.reserve if self.expandable else None
+        if reserve is not None and reserve < self.wanted <= self.total:
             return (
-                f" This allocation exceeds the expandable-segment reserve of {_size(self.reserve)}"
+                f" This allocation exceeds the expandable-segment reserve of {_size(reserve)}"
                 " for this stream, and a single allocation cannot span expandable segments. Raise"
                 " PYTORCH_CUDA_ALLOC_CONF expandable_segments_reserve or"
                 " expandable_segments_reserve_by_class (or unset it) so that a segment is at least"

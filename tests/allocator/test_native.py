@@ -263,6 +263,17 @@ def test_the_fraction_limits_what_is_reserved() -> None:
         allocator.malloc(30 * MIB)
 
 
+@pytest.mark.parametrize(("torch", "limited"), [((2, 9), True), ((2, 10), False)])
+def test_all_of_the_memory_was_a_fraction_before_2_10(torch: Version, limited: bool) -> None:
+    allocator = made(torch=torch, fraction=1.0)
+    with pytest.raises(OutOfMemory) as failed:
+        allocator.malloc(1 << 40)
+    assert ("1000.00 MiB allowed" in str(failed.value)) == limited
+    with pytest.raises(OutOfMemory) as failed:
+        made(torch=torch).malloc(1 << 40)
+    assert "allowed" not in str(failed.value)
+
+
 def test_an_oom_says_what_the_device_was_asked_for() -> None:
     allocator = made(total=30 * MIB)
     allocator.malloc(20 * MIB)
@@ -299,6 +310,8 @@ def test_no_block_is_larger_than_an_expandable_segments_reserve() -> None:
     allocator.malloc(100 * MIB)
     with pytest.raises(OutOfMemory, match=r"exceeds the expandable-segment reserve of 100\.00 MiB"):
         allocator.malloc(101 * MIB)
+    with pytest.raises(OutOfMemory, match="running out of virtual address space"):
+        allocator.malloc(1001 * MIB)  # which no reserve would help
     allocator.malloc(100 * MIB)
     assert [block.address for (block,) in allocator.segments()] == [0x300000000, 0x340000000]
 
