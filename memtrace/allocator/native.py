@@ -348,6 +348,11 @@ class NativeAllocator:
         size = self.settings.round(requested)
         return self._best_fit(self._pool(self._owner(pool), size), size, stream) is not None
 
+    def releasable(self) -> list[int]:
+        """Addresses of the segments that :meth:`empty_cache` would give back now, in order."""
+        blocks = (block for pool in (self._large, self._small) for block in pool)
+        return [one.address for one in blocks if one.segment is None and not one.is_split]
+
     def holds(self, address: int) -> bool:
         """Whether a block is allocated there."""
         return address in self._live

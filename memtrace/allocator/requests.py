@@ -1,6 +1,6 @@
 """What a recorded device was asked for: the operations in a trace, for another allocator to do."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,7 +74,7 @@ def requests_of(process: ProcessTrace, device: str) -> Requests:
     kinds[list(_KINDS)] = list(_KINDS.values())
     asked = np.flatnonzero((kinds[action] >= 0) & (number >= 0))
     extras = [
-        *((place, _BEFORE, Op.EMPTY_CACHE, 0, 0) for place in _emptied(action, process)),
+        *_emptied(action, pool[context], process),
         *((place, _AFTER, Op.FREE, number[place], 0) for place in np.flatnonzero(action == OOM)),
         *_pools(action, pool[context]),
     ]
@@ -132,20 +132,40 @@ def _bytes_asked(process: ProcessTrace, rows: np.ndarray, action: np.ndarray) ->
     return np.where(action == OOM, events["bytes"][rows], events["requested"][rows])
 
 
-def _emptied(action: np.ndarray, process: ProcessTrace) -> np.ndarray:
-    """Where ``empty_cache()`` was called: segments went back that no allocation asked for."""
+def _emptied(
+    action: np.ndarray, pool: np.ndarray, process: ProcessTrace
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """Operations where ``empty_cache()`` was called, or a private pool ended: segments went back
+    that no allocation asked for."""
     moves = np.flatnonzero(action != Action.RETAG)
     back = np.isin(action[moves], _RETURNED)
     begins = np.flatnonzero(back & ~np.append(False, back[:-1]))
     ends = np.flatnonzero(back & ~np.append(back[1:], False)) + 1
     following = np.append(action[moves], -1)[ends]
     settings = settings_of(process)
-    # These give segments back by themselves, right before they take one.
-    by_itself = settings.gc_threshold > 0 or settings.max_split_size < UNLIMITED
     inside = following == Action.RETRY
-    if by_itself:
+    # These give segments back by themselves, right before they take one.
+    if settings.gc_threshold > 0 or settings.max_split_size < UNLIMITED:
         inside |= np.isin(following, _TAKEN)
-    return moves[begins[~inside]]
+    for begin, end in zip(begins[~inside].tolist(), ends[~inside].tolist(), strict=True):
+        for start, number in emptied_pools(pool[moves[begin:end]].tolist()):
+            yield int(moves[begin + start]), _BEFORE, Op.EMPTY_CACHE, 0, number
+
+
+def emptied_pools(pools: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Whose caches were emptied, from the pools of the segments that went back: where in them, and
+    the number of a private pool or 0 for all.
+
+    A private pool that ends gives back its own segments only; ``empty_cache()`` gives back those of
+    the default pool before any of a private one.
+    """
+    before = 0
+    for place, number in enumerate(pools):
+        if number != before or place == 0:
+            yield place, number
+        if number == 0:
+            return
+        before = number
 
 
 def _pools(action: np.ndarray, pool: np.ndarray) -> Iterator[tuple[int, int, int, int, int]]:

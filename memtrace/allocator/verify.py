@@ -8,7 +8,7 @@ asked and for how much, what is given back.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, zip_longest
+from itertools import islice, pairwise, zip_longest
 from operator import ne
 
 import numpy as np
@@ -17,7 +17,7 @@ from memtrace.allocator.device import Device
 from memtrace.allocator.log import Mark
 from memtrace.allocator.native import NativeAllocator
 from memtrace.allocator.oom import OutOfMemory
-from memtrace.allocator.requests import before_of, settings_of, version_of
+from memtrace.allocator.requests import before_of, emptied_pools, settings_of, version_of
 from memtrace.allocator.settings import Version
 from memtrace.allocator.simulation import ENDLESS
 from memtrace.allocator.warm import Event, Warm, WarmOrder, warm_segments
@@ -172,7 +172,10 @@ def verify(
     warm = WarmOrder()
     while True:
         history = _History.of(process, device)
-        replay = _Replay(history, NativeAllocator(history.recording, settings, version))
+        # Below a fraction garbage is collected; otherwise the device itself says what fails.
+        fraction = history.fraction if settings.gc_threshold > 0 else None
+        allocator = NativeAllocator(history.recording, settings, version, fraction=fraction)
+        replay = _Replay(history, allocator)
         events = iter(history)
         replay.restore(warm.sort(warm_segments(list(islice(events, history.seeded)))))
         difference: Difference | None = None
@@ -231,7 +234,9 @@ class _History:
         self.seeded = len(rows) if before.all() else int(before.argmin())
         self.warm = int(np.count_nonzero(self.columns[0][: self.seeded] == Action.ALLOC))
         self.at = 0
-        self.recording = Recording(self._total(), self._upcoming)
+        #: Memory of the device decides how many addresses an expandable segment takes.
+        total, self.fraction = self._device()
+        self.recording = Recording(total, self._upcoming)
 
     @classmethod
     def of(cls, process: ProcessTrace, device: str) -> "_History":
@@ -242,12 +247,12 @@ class _History:
             raise MemtraceError(f"{device} has no segments: its allocator wasn't recorded")
         return history
 
-    def _total(self) -> int:
-        """Memory of the device: it decides how many addresses an expandable segment takes."""
+    def _device(self) -> tuple[int, float | None]:
+        """Memory of the device, and what share of it may be reserved, as far as it is known."""
         for found in (self.process.manifest.get("cuda") or {}).get("devices", []):
             if f"cuda:{found['ordinal']}" == self.device and found["total_memory"]:
-                return int(found["total_memory"])
-        return ENDLESS
+                return int(found["total_memory"]), found.get("memory_fraction")
+        return ENDLESS, None
 
     def _upcoming(self) -> int:
         """Where the next page will be mapped that doesn't continue anything."""
@@ -273,6 +278,7 @@ class _Replay:
         self._allocator = allocator
         self._group: list[Event] = []
         self._tickets: dict[int, int] = {}
+        self._ended: set[int] = set()  # private pools
 
     def restore(self, segments: Sequence[Warm]) -> None:
         """Begin with segments that were there before the history, the oldest first."""
@@ -304,15 +310,25 @@ class _Replay:
         self._compare([event])
 
     def end(self) -> None:
-        """No allocation followed the completions and returns so far: the cache was emptied."""
+        """No allocation followed the completions and returns so far: a cache was emptied."""
         group, self._group = self._group, []
         returned = [one for one in group if one[0] in _RETURNED]
-        if returned:
-            self._history.recording.script.extend(returned)
-            self._allocator.empty_cache()
-        else:
-            self._complete(group)
+        starts = list(emptied_pools([one[5] for one in returned]))
+        for (start, pool), (end, _) in pairwise([*starts, (len(returned), 0)]):
+            part = returned[start:end]
+            self._end_pools(part)
+            self._history.recording.script.extend(part)
+            self._allocator.empty_cache(pool or None)
+        self._complete(group)
         self._compare(group)
+
+    def _end_pools(self, returned: Sequence[Event]) -> None:
+        """Private pools whose segments went back had no user any more."""
+        for pool in {event[5] for event in returned} - {0} - self._ended:
+            self._allocator.begin_pool(pool)
+            self._allocator.end_pool(pool)
+            self._allocator.release_pool(pool)
+            self._ended.add(pool)
 
     def _complete(self, group: Sequence[Event]) -> None:
         for one in group:
@@ -328,16 +344,25 @@ class _Replay:
         failed = action == Action.OOM
         requested = size if failed else requested
         allocator, recording = self._allocator, self._history.recording
-        returned = any(one[0] in _RETURNED for one in group)
-        retried = any(one[0] == Action.RETRY for one in group)
-        if returned and not retried and allocator.serves(requested, stream, pool or None):
-            # It needn't have asked the device: the cache was emptied before.
-            place = 1 + max(i for i, one in enumerate(group) if one[0] in _RETURNED)
-            self._group = group[:place]
-            self.end()
-            group, returned = group[place:], False
+        returned = [one for one in group if one[0] in _RETURNED]
+        # The cache was emptied before, if the device needn't have been asked, or if just that went
+        # back in just that order; and other private pools ended before.
+        addresses = [one[1] for one in returned]
+        apart = 0
+        if returned and (
+            allocator.serves(requested, stream, pool or None) or addresses == allocator.releasable()
+        ):
+            apart = 1 + group.index(returned[-1])
+        elif returned and returned[0][5] not in (0, pool):
+            own = (one for one in returned if one[5] in (0, pool))
+            apart = group.index(next(own, returned[-1]))
+            apart += group[apart][5] not in (0, pool)
+        self._group, group = group[:apart], group[apart:]
+        self.end()
+        returned = [one for one in group if one[0] in _RETURNED]
         # Where the device was out of memory, all streams were waited for before it was asked again.
-        late = returned or failed
+        late = bool(returned) or failed
+        self._end_pools(returned)
         if not late:
             self._complete(group)
         recording.script.extend(one for one in group if one[0] in (*_RETURNED, *_TAKEN))
