@@ -171,7 +171,7 @@ class NativeAllocator:
         # the memory was a fraction as well, where the program set it.
         limited = self.fraction < 1 or (fraction is not None and torch < (2, 10))
         self.allowed = int(self.fraction * device.total) if limited else UNLIMITED
-        self._collects = limited and self.settings.gc_threshold > 0
+        self.collects = limited and self.settings.gc_threshold > 0
         self.reserved = 0
         self.allocated = 0
         self._small, self._large = Pool(0, None), Pool(1, None)
@@ -457,7 +457,7 @@ class NativeAllocator:
 
     def _take_free(self, pool: Pool, size: int, stream: int) -> Block | None:
         """The best fit among the free blocks, taken out of the pool."""
-        if self._collects:
+        if self.collects:
             pool.calls += 1
         block = self._best_fit(pool, size, stream)
         if block is not None:
@@ -536,7 +536,7 @@ class NativeAllocator:
         self, pool: Pool, size: int, stream: int, requested: int, retries: bool
     ) -> Block:
         want = self.settings.segment(size)
-        if self._collects:
+        if self.collects:
             self._collect_garbage()
         block = self._new_block(pool, want, size, stream, requested)
         if block is None and self._release_available(pool, size, stream):

@@ -360,8 +360,9 @@ class _Replay:
         self._group, group = group[:apart], group[apart:]
         self.end()
         returned = [one for one in group if one[0] in _RETURNED]
-        # Where the device was out of memory, all streams were waited for before it was asked again.
-        late = bool(returned) or failed
+        # Where the device was out of memory, all streams were waited for before it was asked again;
+        # garbage is collected without waiting.
+        late = failed or (bool(returned) and not allocator.collects)
         self._end_pools(returned)
         if not late:
             self._complete(group)
