@@ -10,7 +10,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tidekv.caches import CompactCache, HostCache, QuantisedCache, RaggedCache
+    from tidekv.caches import (
+        CompactCache,
+        HostCache,
+        QuantisedCache,
+        QuantisedRaggedCache,
+        RaggedCache,
+    )
     from tidekv.engine import Prefill, decode, generate, prefill
     from tidekv.errors import InfeasibleError
     from tidekv.loading import encode, load_model
@@ -58,6 +64,7 @@ __all__ = [
     "Prefill",
     "PyramidKV",
     "QuantisedCache",
+    "QuantisedRaggedCache",
     "RaggedCache",
     "Random",
     "Recent",
@@ -80,7 +87,10 @@ _HOMES = {
     "generate": "engine",
     "load_model": "loading",
     "prefill": "engine",
-    **dict.fromkeys(("CompactCache", "HostCache", "QuantisedCache", "RaggedCache"), "caches"),
+    **dict.fromkeys(
+        ("CompactCache", "HostCache", "QuantisedCache", "QuantisedRaggedCache", "RaggedCache"),
+        "caches",
+    ),
     **dict.fromkeys(
         ("Chunked", "HeadOffload", "KvOffload", "LayerMajor", "Online", "WholePrompt"), "schedules"
     ),

@@ -6,15 +6,21 @@ from functools import partial
 from typing import Any
 
 from tidekv import options
-from tidekv.caches import CompactCache, QuantisedCache, RaggedCache
+from tidekv.caches import CompactCache, QuantisedCache, QuantisedRaggedCache, RaggedCache
 from tidekv.errors import InfeasibleError, check_choice
-from tidekv.schedules import SCHEDULES, Chunked, Schedule
+from tidekv.schedules import SCHEDULES, Schedule
 from tidekv.selectors import SELECTORS, Selector
 
 #: How kept rows are held.
 CACHES: Mapping[str, type[CompactCache]] = {
     "full_precision": CompactCache,
     "kivi": QuantisedCache,
+}
+
+#: What takes a cache's place where the heads of a layer keep unequal numbers of rows.
+_RAGGED: Mapping[Any, type[CompactCache]] = {
+    CompactCache: RaggedCache,
+    QuantisedCache: QuantisedRaggedCache,
 }
 
 
@@ -38,22 +44,18 @@ def cache_of(
             f"A cache is given by name or as what makes one for a number of layers, such as the "
             f"class CompactCache, not as {cache!r}."
         )
-    made = cache.func if isinstance(cache, partial) else cache
-    quantised = isinstance(made, type) and issubclass(made, QuantisedCache)
-    reason = obstacle(type(schedule), None if selector is None else type(selector), quantised)
+    reason = obstacle(type(schedule), None if selector is None else type(selector))
     if reason is not None:
         raise InfeasibleError(reason)
-    if made is CompactCache:
-        if selector is None and schedule.cache_class is not None:
-            return schedule.cache_class
-        if selector is not None and selector.head_budgets:
-            return RaggedCache
+    made, parameters = (cache.func, cache.keywords) if isinstance(cache, partial) else (cache, {})
+    if selector is None and made is CompactCache and schedule.cache_class is not None:
+        return schedule.cache_class
+    if selector is not None and selector.head_budgets and made in _RAGGED:
+        return partial(_RAGGED[made], **parameters)
     return cache
 
 
-def obstacle(
-    schedule: type[Schedule], selector: type[Selector] | None, quantised: bool = False
-) -> str | None:
+def obstacle(schedule: type[Schedule], selector: type[Selector] | None) -> str | None:
     """Why they don't go together, in one sentence; None: they do."""
     name = name_of(SCHEDULES, schedule)
     if selector is None:
@@ -77,16 +79,6 @@ def obstacle(
                 f"The selector {chosen} decides across layers once each has seen the whole prompt; "
                 f"use another schedule than {name}."
             )
-    if quantised and selector.head_budgets:
-        return (
-            "A quantised cache holds equal numbers of rows in the heads of a layer, which "
-            f"{chosen} doesn't keep; use another selector, or the cache full_precision."
-        )
-    if quantised and selector.across_layers:
-        return (
-            f"A quantised cache can't be chosen from again, as {chosen} does with finished layers; "
-            "use another selector, or the cache full_precision."
-        )
     return None
 
 
@@ -95,7 +87,7 @@ def table() -> dict[str, dict[str, str | None]]:
     found: dict[str, dict[str, str | None]] = {}
     for name, selector in SELECTORS.items():
         row = {other: obstacle(schedule, selector) for other, schedule in SCHEDULES.items()}
-        found[name] = row | {"kivi": obstacle(Chunked, selector, quantised=True)}
+        found[name] = row | {"kivi": None}  # holds what any selector keeps
     return found
 
 

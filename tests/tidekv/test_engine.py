@@ -175,8 +175,6 @@ def test_model_is_restored_after_an_error_in_generate(tiny, prompt):
         ({"schedule": "online", "selector": "h2o"}, "h2o needs every query of the prompt"),
         ({"schedule": "online", "selector": "adakv"}, "adakv keeps unequal numbers of rows"),
         ({"schedule": "online", "selector": "cake"}, "cake decides across layers"),
-        ({"selector": "adakv", "cache": "kivi"}, "equal numbers of rows in the heads"),
-        ({"selector": "cake", "cache": "kivi"}, "can't be chosen from again"),
         ({"schedule": LayerMajor(piece_rows=0)}, "piece_rows must be at least 1 row, not 0"),
         ({"schedule": WholePrompt(mlp_rows=0)}, "mlp_rows must be at least 1 row, not 0"),
         ({"scoring": "sparse"}, "no scoring 'sparse'; use one of blockwise, dense"),

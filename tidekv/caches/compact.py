@@ -83,6 +83,9 @@ class CompactLayer(DynamicLayer):
             "budgets per head, or a RaggedCache."
         )
 
+    def finish(self) -> None:
+        """Hold what is kept in as few bytes as this layer can: it won't shrink any more."""
+
     def shrink(self, indices: torch.Tensor) -> None:
         """Keep only these of the kept rows; the memory of the others is freed.
 
@@ -95,7 +98,7 @@ class CompactLayer(DynamicLayer):
         if self.keys is None or self.values is None or self.decoded:
             raise InfeasibleError("A layer can shrink only between store and the first update.")
         with scopes.component(RESIDENT):
-            keys, values = rows_of(self.keys, self.values, indices)
+            keys, values = rows_of(self.keys, self.values, indices.to(self.keys.device))
         self.store(keys, values, dropped=self.dropped + self.kept - indices.shape[2])
 
     def update(

@@ -22,7 +22,7 @@ _BLOCK = 1024
 
 
 @dataclass(frozen=True)
-class _Axis:
+class Axis:
     """Along what the numbers of a group run: rows, as for keys, or channels, as for values."""
 
     group: int
@@ -98,11 +98,11 @@ class QuantisedLayer(CompactLayer):
             )
         super().__init__()
         self.bits, self.group, self.residual = bits, group, residual
-        self._axes = _Axis(group, bits, over_rows=True), _Axis(group, bits, over_rows=False)
+        self._axes = Axis(group, bits, over_rows=True), Axis(group, bits, over_rows=False)
         self._old: tuple[Packed, Packed] | None = None  # keys and values
 
     def store(self, keys: torch.Tensor, values: torch.Tensor, *, dropped: int) -> None:
-        """As :meth:`CompactLayer.store`; what is beyond the residual is quantised.
+        """As :meth:`CompactLayer.store`, all in full until :meth:`finish`.
 
         Raises:
             InfeasibleError: the head size isn't a multiple of the group.
@@ -110,16 +110,29 @@ class QuantisedLayer(CompactLayer):
         self._check(values)
         self._old = None
         super().store(keys, values, dropped=dropped)
-        self._quantise_oldest()
 
     def shrink(self, indices: torch.Tensor) -> None:
         """As :meth:`CompactLayer.shrink`, while nothing is quantised."""
         if self._old is not None:
-            raise InfeasibleError(
-                "Quantised rows can't be chosen from again; use a selector that decides on a "
-                "layer at its end, or a CompactCache."
-            )
+            raise InfeasibleError("A layer can't shrink once its rows are quantised.")
         super().shrink(indices)
+
+    def finish(self) -> None:
+        """Quantise whole groups of the oldest rows, until at most ``residual`` are in full."""
+        assert self.keys is not None and self.values is not None
+        excess = self.keys.shape[2] - self.residual
+        if excess <= 0:
+            return
+        count = -(-excess // self.group) * self.group
+        before = self._old or (None, None)
+        self._old = (
+            self._axes[0].append(before[0], self.keys[:, :, :count]),
+            self._axes[1].append(before[1], self.values[:, :, :count]),
+        )
+        with scopes.component(RESIDENT):
+            # Copies: views would keep the rows that were quantised.
+            self.keys = self.keys[:, :, count:].clone()
+            self.values = self.values[:, :, count:].clone()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -137,7 +150,7 @@ class QuantisedLayer(CompactLayer):
                 keys = self._axes[0].all_rows(self._old[0], keys)
                 values = self._axes[1].all_rows(self._old[1], values)
         if not first:
-            self._quantise_oldest()
+            self.finish()
         return keys, values
 
     def reset(self) -> None:
@@ -162,23 +175,6 @@ class QuantisedLayer(CompactLayer):
                 f"Values are quantised in groups of {self.group} channels, which don't divide a "
                 f"head of {values.shape[-1]}; use a group that does."
             )
-
-    def _quantise_oldest(self) -> None:
-        """Whole groups, until at most ``residual`` rows are in full."""
-        assert self.keys is not None and self.values is not None
-        excess = self.keys.shape[2] - self.residual
-        if excess <= 0:
-            return
-        count = -(-excess // self.group) * self.group
-        before = self._old or (None, None)
-        self._old = (
-            self._axes[0].append(before[0], self.keys[:, :, :count]),
-            self._axes[1].append(before[1], self.values[:, :, :count]),
-        )
-        with scopes.component(RESIDENT):
-            # Copies: views would keep the rows that were quantised.
-            self.keys = self.keys[:, :, count:].clone()
-            self.values = self.values[:, :, count:].clone()
 
     def _crop(self, removed: int) -> None:
         assert self.keys is not None

@@ -5,7 +5,7 @@ rows of all heads together, m rows decoded since, D head size.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from tidekv.errors import InfeasibleError
 
 
 @dataclass(frozen=True)
-class _Flat:
+class Flat:
     """Kept rows: keys, values (T, D), rows per head (p, Hkv); prompt of each batch entry (B,)."""
 
     keys: torch.Tensor
@@ -24,8 +24,42 @@ class _Flat:
     counts: torch.Tensor
     prompts: torch.Tensor
 
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Everything that is held."""
         return self.keys, self.values, self.counts, self.prompts
+
+    def to(self, device: torch.device) -> "Flat":
+        """Everything on ``device``."""
+        own = (self.keys, self.values, self.counts, self.prompts)
+        return Flat(*(tensor.to(device) for tensor in own))
+
+    @property
+    def total(self) -> int:
+        """T."""
+        return len(self.keys)
+
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values, (T, D), where :meth:`places` says."""
+        return self.keys, self.values
+
+    def places(self, longest: int) -> torch.Tensor:
+        """Where in :meth:`rows` the kept row r of an entry's head is, (``longest``, B, Hkv).
+
+        Padding repeats a head's last row: it is hidden, but must be a finite number.
+        """
+        places = self._row(longest).add_(starts(self.counts)[self.prompts])
+        return places.clamp_(max=self.total - 1)  # a last head without rows begins at T
+
+    def _row(self, longest: int) -> torch.Tensor:
+        """0, 1, … and then the last row of each entry's head, (``longest``, B, Hkv)."""
+        last = (self.counts - 1).clamp_(min=0)
+        row = torch.arange(longest, device=last.device).view(-1, 1, 1)
+        return row.minimum(last[self.prompts])
+
+
+def starts(counts: torch.Tensor) -> torch.Tensor:
+    """How many rows lie before those of each head, of ``counts`` (p, Hkv)."""
+    return counts.flatten().cumsum(0).view_as(counts) - counts
 
 
 class RaggedLayer(CompactLayer):
@@ -39,9 +73,7 @@ class RaggedLayer(CompactLayer):
     Attention code gets (B, Hkv, longest + m, D), built for the layer that runs.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._flat: _Flat | None = None
+    _flat: Flat | None = None
 
     @property
     def ragged(self) -> bool:
@@ -83,7 +115,7 @@ class RaggedLayer(CompactLayer):
         self.dropped, self.decoded = prompt_tokens - self.kept, 0
         nothing = keys.new_empty(batch, heads, 0, keys.shape[-1])
         self._hold(nothing, values.new_empty(batch, heads, 0, values.shape[-1]))
-        self._flat = _Flat(keys, values, counts, torch.arange(batch, device=counts.device))
+        self._flat = Flat(keys, values, counts, torch.arange(batch, device=counts.device))
         for tensor in (keys, values, counts, self._flat.prompts):
             scopes.retag(tensor, RESIDENT)
 
@@ -101,11 +133,8 @@ class RaggedLayer(CompactLayer):
         if self._flat is None:
             return keys, values
         with scopes.component("Temp"):
-            places = self._places(self._flat)
-            return (
-                _padded(self._flat.keys, places, keys),
-                _padded(self._flat.values, places, values),
-            )
+            kept, places = self._flat.rows(), self._flat.places(self.kept)
+            return _padded(kept[0], places, keys), _padded(kept[1], places, values)
 
     def visible(self) -> torch.Tensor | None:
         """(B, Hkv, kept), which of the kept rows that :meth:`update` returns are no padding."""
@@ -125,13 +154,13 @@ class RaggedLayer(CompactLayer):
         super().to(device)
         if self._flat is not None:
             with scopes.component(RESIDENT):
-                self._flat = _Flat(*(one.to(device) for one in self._flat.tensors()))
+                self._flat = self._flat.to(device)
 
     def rows(self) -> float:
         """Rows held in a head, on average."""
         if self._flat is None:
             return super().rows()
-        return len(self._flat.keys) / self._flat.counts.numel() + self.decoded
+        return self._flat.total / self._flat.counts.numel() + self.decoded
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything the layer holds on the device."""
@@ -139,23 +168,11 @@ class RaggedLayer(CompactLayer):
         if self._flat is not None:
             yield from self._flat.tensors()
 
-    def _places(self, flat: _Flat) -> torch.Tensor:
-        """Where in the T rows the kept row r of an entry's head is, (kept, B, Hkv).
-
-        Padding repeats a head's last row: it is hidden, but must be a finite number.
-        """
-        starts = flat.counts.flatten().cumsum(0).view_as(flat.counts) - flat.counts
-        last = (flat.counts - 1).clamp_(min=0)
-        row = torch.arange(self.kept, device=starts.device).view(-1, 1, 1)
-        places = row.minimum(last[flat.prompts]).add_(starts[flat.prompts])
-        return places.clamp_(max=len(flat.keys) - 1)  # a last head without rows begins at T
-
     def _change_batch(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super()._change_batch(change)
         if self._flat is not None:
             with scopes.component(RESIDENT):
-                prompts = change(self._flat.prompts)
-            self._flat = _Flat(self._flat.keys, self._flat.values, self._flat.counts, prompts)
+                self._flat = replace(self._flat, prompts=change(self._flat.prompts))
 
 
 def _padded(flat: torch.Tensor, places: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:

@@ -218,6 +218,13 @@ def end_layer(task: Task, filled: CompactCache, end: LayerEnd, kept: list[Select
                 filled.layers[index].shrink(rows)
                 if task.keep_indices:
                     kept[index] = Selection(kept[index].indices.gather(-1, rows))
+    across = task.choice is not None and task.choice.selector.across_layers
+    with scopes.phase("compress"):
+        if not across:
+            filled.layers[end.index].finish()
+        elif end.index == task.last_layer:  # no layer's rows are final before
+            for layer in filled.layers:
+                layer.finish()
     if task.on_layer is not None:
         task.on_layer(end.index)
 

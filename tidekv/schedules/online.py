@@ -51,6 +51,7 @@ class Online(Schedule):
                 keys, values = present[index].read()
                 dropped = task.prompt_tokens - keys.shape[2]
                 cache.layers[index].store(keys, values, dropped=dropped)
+                cache.layers[index].finish()
             kept = [Selection(one.positions) for one in present if one.positions is not None]
             present.clear()
             with scopes.component("Temp"):

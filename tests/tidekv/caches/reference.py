@@ -61,6 +61,7 @@ def store(cache: CompactCache, full: DynamicCache, kept: Kept) -> None:
             layer.store(keys.view(shape), values.view(shape), dropped=dropped)
         else:
             layer.store_flat(keys, values, counts, prompt_tokens=keep.shape[2])
+        layer.finish()
 
 
 @contextmanager

@@ -23,6 +23,12 @@ def rows_of(count: int, size: int = 32, dtype: torch.dtype = torch.float32) -> t
     return (torch.randn(2, 3, count, size, generator=generator) * wide + wide).to(dtype)
 
 
+def fill(layer: QuantisedLayer, keys: torch.Tensor, values: torch.Tensor, dropped: int = 0) -> None:
+    """What a schedule does with rows that are final."""
+    layer.store(keys, values, dropped=dropped)
+    layer.finish()
+
+
 @given(st.data(), st.sampled_from((2, 4)))
 def test_codes_survive_packing(data, bits):
     count = data.draw(st.integers(1, 5)) * 8
@@ -58,7 +64,7 @@ def test_error_is_half_a_step(numbers, bits, dtype):
 def test_a_group_is_really_of_few_levels(bits):
     """One scale per number would lose nothing, and show nothing."""
     layer = QuantisedLayer(bits=bits, residual=32)
-    layer.store(rows_of(96), rows_of(96), dropped=0)
+    fill(layer, rows_of(96), rows_of(96))
     keys, values = layer.update(rows_of(1), rows_of(1))
     by_channel = keys[:, :, :64].unflatten(2, (2, 32)).transpose(3, 4).reshape(-1, 32)
     by_row = values[:, :, :64].reshape(-1, 32)
@@ -76,7 +82,7 @@ def test_bytes_are_those_of_the_formula(dtype, bits, rows, old):
     """Also with more rows than are worked on at a time."""
     with LiveBytes() as live:
         layer = QuantisedLayer(bits=bits)
-        layer.store(rows_of(rows, dtype=dtype), rows_of(rows, dtype=dtype), dropped=7)
+        fill(layer, rows_of(rows, dtype=dtype), rows_of(rows, dtype=dtype), dropped=7)
         item = dtype.itemsize
         packed = old * 32 * (bits + 2 * 8 * item / 32) / 8
         expected = 2 * 3 * 2 * (packed + (rows - old) * 32 * item)
@@ -91,7 +97,7 @@ def test_bytes_are_those_of_the_formula(dtype, bits, rows, old):
 def test_3_bits_per_value():
     """2 bits, groups of 32, 16-bit scales and zeros, as the paper has them."""
     layer = QuantisedLayer()
-    layer.store(*(rows_of(160, 64, torch.bfloat16) for _ in range(2)), dropped=0)
+    fill(layer, *(rows_of(160, 64, torch.bfloat16) for _ in range(2)))
     quantised = list(layer.tensors())[2:]
     assert sum(tensor.nbytes for tensor in quantised) * 8 == 3 * (2 * 2 * 3 * 32 * 64)
 
@@ -106,7 +112,7 @@ def test_residual_holds_the_newest_rows_exactly(prompt_rows, steps, sizes):
     group, residual = sizes
     layer = QuantisedLayer(bits=4, group=group, residual=residual)
     rows = rows_of(prompt_rows + sum(steps), 16)
-    layer.store(rows[:, :, :prompt_rows], rows[:, :, :prompt_rows] + 1, dropped=0)
+    fill(layer, rows[:, :, :prompt_rows], rows[:, :, :prompt_rows] + 1)
     seen = prompt_rows
     for step in steps:
         new = rows[:, :, seen : seen + step]
@@ -124,8 +130,8 @@ def test_residual_holds_the_newest_rows_exactly(prompt_rows, steps, sizes):
 def test_rows_one_by_one_are_quantised_as_those_at_once():
     at_once, one_by_one = (QuantisedLayer(residual=32) for _ in range(2))
     rows = rows_of(200)
-    at_once.store(rows, rows, dropped=0)
-    one_by_one.store(rows[:, :, :50], rows[:, :, :50], dropped=0)
+    fill(at_once, rows, rows)
+    fill(one_by_one, rows[:, :, :50], rows[:, :, :50])
     for row in rows[:, :, 50:].split(1, dim=2):
         one_by_one.update(row, row)
     pairs = zip(at_once.tensors(), one_by_one.tensors(), strict=True)
@@ -136,7 +142,7 @@ def test_only_the_layer_that_runs_is_dequantised():
     with LiveBytes() as live:
         cache = QuantisedCache(4, residual=32)
         for layer in cache.layers:
-            layer.store(rows_of(160), rows_of(160), dropped=0)
+            fill(layer, rows_of(160), rows_of(160))
         live.own_peak.clear()
         for index in range(4):
             cache.update(rows_of(1), rows_of(1), index)
@@ -173,7 +179,7 @@ def test_a_prompt_is_read_in_full_and_quantised_after(stock, prompt):
 
 def test_batch_operations():
     layer = QuantisedLayer(residual=32)
-    layer.store(rows_of(100), rows_of(100), dropped=0)
+    fill(layer, rows_of(100), rows_of(100))
     before = layer.update(rows_of(1), rows_of(1))
     layer.batch_repeat_interleave(2)
     layer.reorder_cache(torch.tensor([3, 0, 1, 2]))
@@ -186,7 +192,7 @@ def test_batch_operations():
 
 def test_crop_and_reset():
     layer = QuantisedLayer(group=8, residual=8)
-    layer.store(rows_of(20), rows_of(20), dropped=0)
+    fill(layer, rows_of(20), rows_of(20))
     layer.update(rows_of(12), rows_of(12))
     with pytest.raises(InfeasibleError, match="only the last 8 can be removed"):
         layer.crop(-9)
@@ -196,7 +202,7 @@ def test_crop_and_reset():
     torch.testing.assert_close(keys[:, :, 24:27], rows_of(12)[:, :, 4:7])
     layer.reset()
     assert list(layer.tensors()) == []
-    layer.store(rows_of(9), rows_of(9), dropped=0)
+    fill(layer, rows_of(9), rows_of(9))
     assert layer.keys.shape[2] == 1
 
 
@@ -226,8 +232,8 @@ def test_what_quantised_layers_cannot_do():
     layer.store(rows_of(30), rows_of(30), dropped=0)
     layer.shrink(torch.arange(20).expand(2, 3, 20))
     assert layer.rows() == 20
-    layer.store(rows_of(40), rows_of(40), dropped=0)
-    with pytest.raises(InfeasibleError, match="can't be chosen from again"):
+    fill(layer, rows_of(40), rows_of(40))
+    with pytest.raises(InfeasibleError, match="can't shrink once its rows are quantised"):
         layer.shrink(torch.arange(20).expand(2, 3, 20))
     with pytest.raises(InfeasibleError, match="QuantisedLayer holds equally many rows"):
         layer.store_flat(
