@@ -564,7 +564,9 @@ class NativeAllocator:
             private=sum(block.size for pool in owned for block in pool),
             rejected=rejected,
             expandable=self.settings.expandable,
-            reserve=self.settings.reserve and self.settings.reservation(self.device.total),
+            reserve=None
+            if self.settings.reserve is None
+            else self.settings.reservation(self.device.total),
             torch=self.torch,
         )
 
