@@ -10,7 +10,7 @@ import numpy as np
 from memtrace.allocator.log import Log, Mark
 from memtrace.allocator.requests import Requests
 from memtrace.allocator.simulation import ENDLESS, Outcome, Progress, Setup, simulate
-from memtrace.interchange.tables import new_folder
+from memtrace.trace.folders import new_folder
 from memtrace.trace.manifest import Knowledge, file_checksums, write_manifest
 from memtrace.trace.reader import ProcessTrace, Trace
 from memtrace.trace.schema import TABLES, Action
@@ -186,6 +186,9 @@ class _Writing:
         self._bytes = np.zeros(blocks, dtype=np.int64)
         self._pending: dict[int, int] = {}  # context like which a pending block was freed
         self._retags = 0  # how many of them are written
+        # Contexts that are known, by what _contexts_of() numbers them by; none has the first.
+        self._keys = np.array([-1])
+        self._numbers = np.array([-1])
 
     def add(self, first: int, count: int, log: Log) -> None:
         """Write what operations ``first`` to ``first + count - 1`` led to."""
@@ -195,15 +198,15 @@ class _Writing:
         like = requests.process.events["context"][event].astype(np.int64)
         action = rows[:, 1].copy()
         kept = self._at_once(action, rows[:, 2], like)
+        action, like, event, rows = action[kept], like[kept], event[kept], rows[kept]
         born = action == Action.ALLOC
         blocks = requests.ops.block[rows[born, 0]]
         self._address[blocks], self._bytes[blocks] = rows[born, 2], rows[born, 3]
-        place = np.searchsorted(requests.streams, rows[:, 5])
-        context = self._contexts_of(action, like, place, rows[:, 6] // 2)
-        made = np.stack((event, rows[:, 2], rows[:, 3], rows[:, 4], context), axis=1)[kept]
+        stream = np.searchsorted(requests.streams, rows[:, 5])
+        context = self._contexts_of(action, like, stream, rows[:, 6] // 2)
         following = first + count
         end = requests.event[following] if following < len(requests.event) else None
-        self._write(np.concatenate((made, self._retagged(end))))
+        self._write((event, *rows[:, 2:5].T, context), self._retagged(end))
 
     def _at_once(self, action: np.ndarray, address: np.ndarray, like: np.ndarray) -> np.ndarray:
         """Make one FREE of a free that nothing waits for; which rows stay. A completion that came
@@ -227,18 +230,23 @@ class _Writing:
         streams, pools = self._requests.streams, (None, *self._requests.pools)
         known = len(self._requests.process.contexts["action"])
         shape = (known, max(Action) + 1, len(streams), len(pools))
-        keys, row = np.unique(
-            np.ravel_multi_index((like, action, stream, pool), shape), return_inverse=True
-        )
-        numbers = [
-            self._contexts.of(Action(one), source, self._device, streams[handle], pools[number])
-            for source, one, handle, number in zip(
-                *(part.tolist() for part in np.unravel_index(keys, shape)), strict=True
-            )
-        ]
-        return np.array(numbers, dtype=np.int64)[row]
+        keys = np.ravel_multi_index((like, action, stream, pool), shape)
+        place = np.searchsorted(self._keys, keys)
+        new = np.unique(keys[self._keys[np.minimum(place, len(self._keys) - 1)] != keys])
+        if len(new):
+            numbers = [
+                self._contexts.of(Action(one), source, self._device, streams[handle], pools[number])
+                for source, one, handle, number in zip(
+                    *(part.tolist() for part in np.unravel_index(new, shape)), strict=True
+                )
+            ]
+            at = np.searchsorted(self._keys, new)
+            self._keys = np.insert(self._keys, at, new)
+            self._numbers = np.insert(self._numbers, at, numbers)
+            place = np.searchsorted(self._keys, keys)
+        return self._numbers[place]
 
-    def _retagged(self, end: int | None) -> np.ndarray:
+    def _retagged(self, end: int | None) -> tuple[np.ndarray, ...]:
         """The changes of component up to an event of the process, of blocks that there are."""
         retags = self._requests.retags[self._retags :]
         count = len(retags) if end is None else int(np.searchsorted(retags[:, 0], end))
@@ -247,8 +255,8 @@ class _Writing:
         there = self._bytes[block] > 0
         event, block = event[there], block[there]
         contexts = self._requests.process.contexts
-        like = self._requests.process.events["context"][event]
-        context = [
+        likes, row = np.unique(self._requests.process.events["context"][event], return_inverse=True)
+        numbers = [
             self._contexts.of(
                 Action.RETAG,
                 one,
@@ -256,14 +264,18 @@ class _Writing:
                 int(contexts["stream"][one]),
                 contexts["pool"][one],
             )
-            for one in like.tolist()
+            for one in likes.tolist()
         ]
         size = self._bytes[block]
-        return np.stack((event, self._address[block], size, size, np.array(context, np.int64)), 1)
+        return event, self._address[block], size, size, np.array(numbers, np.int64)[row]
 
-    def _write(self, rows: np.ndarray) -> None:
-        rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    def _write(self, made: tuple[np.ndarray, ...], retagged: tuple[np.ndarray, ...]) -> None:
+        """Both are ordered by their first column, the event of the process that each stands for."""
         self._contexts.write()
-        columns = (self._requests.process.events["time_us"][rows[:, 0]], *rows[:, 1:].T)
-        self._writer.append("events", dict(zip(_EVENTS, columns, strict=True)))
-        self.written += len(rows)
+        at = np.searchsorted(made[0], retagged[0], side="right")
+        event, *columns = (
+            np.insert(one, at, other) for one, other in zip(made, retagged, strict=True)
+        )
+        times = self._requests.process.events["time_us"][event]
+        self._writer.append("events", dict(zip(_EVENTS, (times, *columns), strict=True)))
+        self.written += len(event)

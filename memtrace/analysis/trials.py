@@ -7,13 +7,13 @@ import numpy as np
 
 from memtrace.allocator.log import Log, Mark
 from memtrace.allocator.ops import Op
-from memtrace.allocator.recorded import setup_of
 from memtrace.allocator.requests import Requests, requests_of
 from memtrace.allocator.settings import Settings
 from memtrace.allocator.simulation import Setup, simulate
 from memtrace.allocator.sweep import grid
 from memtrace.analysis.accounts import Account
 from memtrace.analysis.failure import Request
+from memtrace.analysis.recorded import setup_of
 from memtrace.sizes import format_size
 from memtrace.trace.reader import Trace
 from memtrace.trace.schema import Action

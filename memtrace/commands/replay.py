@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         MemtraceError: the run can't be read or replayed, or a setting is wrong.
     """
-    from memtrace.allocator.recorded import replayable, setup_of
     from memtrace.allocator.requests import version_of
+    from memtrace.analysis.recorded import replayable, setup_of
     from memtrace.trace.reader import open_trace
 
     trace = open_trace(args.path)

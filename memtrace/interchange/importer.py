@@ -24,10 +24,11 @@ from memtrace.errors import MemtraceError, TraceError
 from memtrace.interchange import ours
 from memtrace.interchange.phases import intervals, scopes_at
 from memtrace.interchange.snapshot import Data, Device, Snapshot, parse
-from memtrace.interchange.tables import Tables, clean, new_folder
+from memtrace.interchange.tables import Tables, clean
 from memtrace.interchange.unpickle import read_pickle, without_collections
 from memtrace.sizes import format_size
 from memtrace.trace.check import check_process, check_run
+from memtrace.trace.folders import new_folder
 from memtrace.trace.manifest import Knowledge, file_checksums, write_manifest
 from memtrace.trace.schema import Action
 from memtrace.trace.writer import TableWriter

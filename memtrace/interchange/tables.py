@@ -1,8 +1,5 @@
 """The tables of one process of a run that is made from another tool's file."""
 
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,31 +92,3 @@ class Tables:
 def clean(text: str) -> str:
     """``text`` as UTF-8 can hold it: a lone surrogate becomes a question mark."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
-
-
-@contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """Make a run at ``path`` as a whole, or not at all.
-
-    Yields:
-        a folder beside it, which takes its name when the block ends.
-
-    Raises:
-        MemtraceError: something is there, or nothing can be written there.
-    """
-    if path.exists() or path.is_symlink():
-        raise MemtraceError(f"{path} is there already; remove it or name another run with -o")
-    scratch = path.with_name(f".{path.name}.part")
-    try:
-        scratch.mkdir()
-    except FileExistsError:
-        raise MemtraceError(f"{scratch} is in the way: remove it, unless it grows now") from None
-    except OSError as error:
-        raise MemtraceError(f"{path} can't be made: {error.strerror}") from None
-    try:
-        yield scratch
-        scratch.rename(path)
-    except OSError as error:
-        raise MemtraceError(f"{path} can't be written: {error.strerror}") from None
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memtrace.allocator.recorded import replayable, setup_of
 from memtrace.allocator.replay import write_replay
 from memtrace.allocator.settings import Settings
 from memtrace.allocator.simulation import Setup, simulate, smallest_memory
@@ -19,6 +18,7 @@ from memtrace.allocator.verify import verify_run
 from memtrace.analysis.accounts import accounts
 from memtrace.analysis.identities import check
 from memtrace.analysis.process import process_memory
+from memtrace.analysis.recorded import replayable, setup_of
 from memtrace.cli import main
 from memtrace.trace.reader import Trace, open_trace
 from memtrace.trace.schema import Action
