@@ -22,6 +22,9 @@ from memtrace.allocator.settings import (
 )
 from memtrace.trace.schema import Action
 
+# Nothing is allocated in here, so no references are counted: that would take most of the time.
+_compiled = njit(cache=True, _nrt=False)
+
 # numba freezes globals as plain integers.
 _ALLOC, _FREE_REQUESTED, _FREE_COMPLETED = map(
     int, (Action.ALLOC, Action.FREE_REQUESTED, Action.FREE_COMPLETED)
@@ -83,7 +86,7 @@ class State(NamedTuple):
 # -- the log -------------------------------------------------------------------------------------
 
 
-@njit(cache=True)
+@_compiled
 def _row(s, action, address, size, requested, stream, pool, split_blocks, split_bytes):
     row = s.log[s.now[LOGGED]]
     s.now[LOGGED] += 1
@@ -98,19 +101,19 @@ def _row(s, action, address, size, requested, stream, pool, split_blocks, split_
     row[8] = split_bytes
 
 
-@njit(cache=True)
+@_compiled
 def _log(s, action):
     _row(s, action, 0, 0, 0, 0, 0, 0, 0)
 
 
-@njit(cache=True)
+@_compiled
 def _log_block(s, action, b, address, size, split_blocks, split_bytes):
     block = s.blocks[b]
     stream = s.streams[block[STREAM]]
     _row(s, action, address, size, block[REQUESTED], stream, block[POOL], split_blocks, split_bytes)
 
 
-@njit(cache=True)
+@_compiled
 def _log_segment(s, action, address, size, b):
     block = s.blocks[b]
     _row(s, action, address, size, size, s.streams[block[STREAM]], block[POOL], 0, 0)
@@ -119,7 +122,7 @@ def _log_segment(s, action, address, size, b):
 # -- blocks and sets -----------------------------------------------------------------------------
 
 
-@njit(cache=True)
+@_compiled
 def _new(s, pool, stream, address, size, order):
     """A new block: one that was given up, or a row that was never used."""
     b = s.now[SPARE]
@@ -148,30 +151,30 @@ def _new(s, pool, stream, address, size, order):
     return b
 
 
-@njit(cache=True)
+@_compiled
 def _give_up(s, b):
     s.blocks[b, ADDRESS] = -1
     s.blocks[b, NEXT] = s.now[SPARE]
     s.now[SPARE] = b
 
 
-@njit(cache=True)
+@_compiled
 def _is_free(s, b):
     block = s.blocks[b]
     return block[ALLOCATED] == 0 and block[EVENTS] == 0 and block[STREAMS] == 0
 
 
-@njit(cache=True)
+@_compiled
 def _is_split(s, b):
     return s.blocks[b, PREV] >= 0 or s.blocks[b, NEXT] >= 0
 
 
-@njit(cache=True)
+@_compiled
 def _set_of(s, b):
     return s.blocks[b, POOL] * len(s.streams) + s.blocks[b, STREAM]
 
 
-@njit(cache=True)
+@_compiled
 def _place(s, of, size, order, address):
     """Where a block of such a key stands, or would, among the free ones."""
     entries, blocks = s.free[of], s.blocks
@@ -191,7 +194,7 @@ def _place(s, of, size, order, address):
     return low
 
 
-@njit(cache=True)
+@_compiled
 def _put(s, b):
     block = s.blocks[b]
     block[GC_BASE] = s.pools[block[POOL], CALLS]
@@ -204,7 +207,7 @@ def _put(s, b):
     s.free_count[of] = count + 1
 
 
-@njit(cache=True)
+@_compiled
 def _take_at(s, of, place):
     entries = s.free[of]
     s.free_count[of] -= 1
@@ -212,14 +215,14 @@ def _take_at(s, of, place):
         entries[i] = entries[i + 1]
 
 
-@njit(cache=True)
+@_compiled
 def _take(s, b):
     block = s.blocks[b]
     of = _set_of(s, b)
     _take_at(s, of, _place(s, of, block[SIZE], block[ORDER], block[ADDRESS]))
 
 
-@njit(cache=True)
+@_compiled
 def _put_unmapped(s, b):
     of = _set_of(s, b)
     entries = s.unmapped[of]
@@ -232,7 +235,7 @@ def _put_unmapped(s, b):
     s.unmapped_count[of] += 1
 
 
-@njit(cache=True)
+@_compiled
 def _take_unmapped(s, b):
     of = _set_of(s, b)
     entries = s.unmapped[of]
@@ -244,7 +247,7 @@ def _take_unmapped(s, b):
         entries[j] = entries[j + 1]
 
 
-@njit(cache=True)
+@_compiled
 def _order(s, parent):
     if s.rules[BY_BLOCK] == 0 and s.rules[BY_SEGMENT] == 0:
         return 0
@@ -257,7 +260,7 @@ def _order(s, parent):
 # -- sizes ---------------------------------------------------------------------------------------
 
 
-@njit(cache=True)
+@_compiled
 def _round(s, requested):
     if requested > MIN_BLOCK:
         bits = 0
@@ -275,7 +278,7 @@ def _round(s, requested):
     return max(MIN_BLOCK, (requested + MIN_BLOCK - 1) // MIN_BLOCK * MIN_BLOCK)
 
 
-@njit(cache=True)
+@_compiled
 def _segment_size(s, size):
     if size <= SMALL_LIMIT:
         return SMALL_SEGMENT
@@ -287,7 +290,7 @@ def _segment_size(s, size):
 # -- the device ----------------------------------------------------------------------------------
 
 
-@njit(cache=True)
+@_compiled
 def _device_malloc(s, size):
     taken = (size + DEVICE_PAGE - 1) // DEVICE_PAGE * DEVICE_PAGE
     if taken > s.now[FREE_BYTES]:
@@ -298,7 +301,7 @@ def _device_malloc(s, size):
     return address
 
 
-@njit(cache=True)
+@_compiled
 def _device_reserve(s, size):
     address = s.now[NEXT_RESERVED]
     s.now[NEXT_RESERVED] += (size // (1 << 30) + 1) * (1 << 30)
@@ -308,7 +311,7 @@ def _device_reserve(s, size):
 # -- malloc --------------------------------------------------------------------------------------
 
 
-@njit(cache=True)
+@_compiled
 def _malloc(s, requested, stream, pool):
     """A block; -2 where there is none."""
     number = pool
@@ -327,7 +330,7 @@ def _malloc(s, requested, stream, pool):
     return _hand_out(s, b, size, requested)
 
 
-@njit(cache=True)
+@_compiled
 def _room(s, b):
     following = s.blocks[b, NEXT]
     if following >= 0 and s.blocks[following, MAPPED] == 0:
@@ -335,7 +338,7 @@ def _room(s, b):
     return s.blocks[b, SIZE]
 
 
-@njit(cache=True)
+@_compiled
 def _take_free(s, pool, size, stream):
     if s.rules[COLLECTS]:
         s.pools[pool, CALLS] += 1
@@ -370,7 +373,7 @@ def _take_free(s, pool, size, stream):
     return b
 
 
-@njit(cache=True)
+@_compiled
 def _hand_out(s, b, size, requested):
     blocks = s.blocks
     rest = blocks[b, SIZE] - size
@@ -409,7 +412,7 @@ def _hand_out(s, b, size, requested):
     return b
 
 
-@njit(cache=True)
+@_compiled
 def _from_device(s, pool, size, stream, retries):
     want = _segment_size(s, size)
     if s.rules[COLLECTS]:
@@ -426,7 +429,7 @@ def _from_device(s, pool, size, stream, retries):
     return b
 
 
-@njit(cache=True)
+@_compiled
 def _new_block(s, pool, want, size, stream):
     """-1: there is no room; -3: nothing is tried."""
     if s.now[RESERVED] + want > s.rules[ALLOWED]:
@@ -449,7 +452,7 @@ def _new_block(s, pool, want, size, stream):
 # -- expandable segments -------------------------------------------------------------------------
 
 
-@njit(cache=True)
+@_compiled
 def _grow(s, pool, size, stream):
     blocks = s.blocks
     b = _expandable_block(s, pool, size, stream)
@@ -466,7 +469,7 @@ def _grow(s, pool, size, stream):
     return b
 
 
-@njit(cache=True)
+@_compiled
 def _has_room(s, b, size):
     room = 0
     while b >= 0 and room < size and _is_free(s, b):
@@ -475,7 +478,7 @@ def _has_room(s, b, size):
     return room >= size
 
 
-@njit(cache=True)
+@_compiled
 def _expandable_block(s, pool, size, stream):
     of = pool * len(s.streams) + stream
     for i in range(s.unmapped_count[of]):
@@ -499,7 +502,7 @@ def _expandable_block(s, pool, size, stream):
     return b
 
 
-@njit(cache=True)
+@_compiled
 def _map(s, b, size):
     block = s.blocks[b]
     page = block[PAGE]
@@ -520,7 +523,7 @@ def _map(s, b, size):
     return True
 
 
-@njit(cache=True)
+@_compiled
 def _unmap(s, b):
     blocks = s.blocks
     block = blocks[b]
@@ -560,7 +563,7 @@ def _unmap(s, b):
         _give_up(s, b)
 
 
-@njit(cache=True)
+@_compiled
 def _cut(s, b, size, mapped):
     blocks = s.blocks
     block = blocks[b]
@@ -590,14 +593,14 @@ def _cut(s, b, size, mapped):
 # -- free ----------------------------------------------------------------------------------------
 
 
-@njit(cache=True)
+@_compiled
 def _release(s, b):
     block = s.blocks[b]
     block[ALLOCATED] = 0
     _log_block(s, _FREE_REQUESTED, b, block[ADDRESS], block[SIZE], 0, 0)
 
 
-@njit(cache=True)
+@_compiled
 def _free(s, b):
     _release(s, b)
     block = s.blocks[b]
@@ -613,7 +616,7 @@ def _free(s, b):
     block[STREAMS] = 0
 
 
-@njit(cache=True)
+@_compiled
 def _free_later(s, b, number):
     _release(s, b)
     block = s.blocks[b]
@@ -629,7 +632,7 @@ def _free_later(s, b, number):
     s.now[LAST_LATER] = b
 
 
-@njit(cache=True)
+@_compiled
 def _complete(s, b):
     block = s.blocks[b]
     earlier, later = block[EARLIER], block[LATER]
@@ -645,7 +648,7 @@ def _complete(s, b):
     _finish(s, b)
 
 
-@njit(cache=True)
+@_compiled
 def _finish(s, b):
     block = s.blocks[b]
     address, size = block[ADDRESS], block[SIZE]
@@ -664,7 +667,7 @@ def _finish(s, b):
     _log_block(s, _FREE_COMPLETED, b, address, size, split_blocks, split_bytes)
 
 
-@njit(cache=True)
+@_compiled
 def _merge(s, b, other):
     blocks = s.blocks
     if other < 0 or not _is_free(s, other) or blocks[other, MAPPED] != blocks[b, MAPPED]:
@@ -689,7 +692,7 @@ def _merge(s, b, other):
     return merged
 
 
-@njit(cache=True)
+@_compiled
 def _finish_waiting(s, number):
     """Stream by stream, in the order in which a free first waited for each.
 
@@ -717,11 +720,11 @@ def _finish_waiting(s, number):
             if s.blocks[b, EVENTS] == 0:
                 _finish(s, b)
     for i in range(kept):
-        s.waiting[i] = s.waiting[count + i]
+        s.waiting[i, 0], s.waiting[i, 1] = s.waiting[count + i, 0], s.waiting[count + i, 1]
     s.now[WAITING] = kept
 
 
-@njit(cache=True)
+@_compiled
 def _synchronize(s, number):
     _log(s, _SYNC)
     _finish_waiting(s, number)
@@ -736,7 +739,7 @@ def _synchronize(s, number):
 # -- giving memory back --------------------------------------------------------------------------
 
 
-@njit(cache=True)
+@_compiled
 def _release_available(s, pool, size, stream):
     limit = s.rules[MAX_SPLIT]
     if limit == UNLIMITED:
@@ -758,7 +761,7 @@ def _release_available(s, pool, size, stream):
     return released >= need
 
 
-@njit(cache=True)
+@_compiled
 def _release_cached(s):
     if not (s.now[SCOPES] > 0 and s.rules[SCOPES_CLOSE] == 1):
         _synchronize(s, 0)
@@ -767,7 +770,7 @@ def _release_cached(s):
     _release_private(s, 0)
 
 
-@njit(cache=True)
+@_compiled
 def _release_private(s, only):
     """What can be freed of private pools; of one alone, unless ``only`` is 0."""
     kept = 0
@@ -786,7 +789,7 @@ def _release_private(s, only):
     s.now[FREEABLE] = kept
 
 
-@njit(cache=True)
+@_compiled
 def _empty_pool(s, number):
     for i in range(s.now[FREEABLE]):
         if s.freeable[i] == number:
@@ -795,7 +798,7 @@ def _empty_pool(s, number):
             break
 
 
-@njit(cache=True)
+@_compiled
 def _release_free(s, pool):
     growing = 0
     for stream in range(len(s.streams)):
@@ -815,7 +818,7 @@ def _release_free(s, pool):
         _unmap(s, s.scratch[i])
 
 
-@njit(cache=True)
+@_compiled
 def _give_back(s, b):
     block = s.blocks[b]
     _take(s, b)
@@ -826,7 +829,7 @@ def _give_back(s, b):
     _give_up(s, b)
 
 
-@njit(cache=True)
+@_compiled
 def _collect_garbage(s):
     limit = s.rules[GC_LIMIT]
     if s.now[RESERVED] <= limit:
@@ -864,7 +867,7 @@ def _collect_garbage(s):
 # -- operations ----------------------------------------------------------------------------------
 
 
-@njit(cache=True)
+@_compiled
 def _tight(s):
     """Whether the next operation might need more room than there is.
 
@@ -881,7 +884,7 @@ def _tight(s):
     )
 
 
-@njit(cache=True)
+@_compiled
 def run(s, kinds, numbers, sizes, streams, pools, start):
     """Do operations from ``start`` on; the first that there was no room for, or their count."""
     for i in range(start, len(kinds)):
@@ -916,7 +919,7 @@ def run(s, kinds, numbers, sizes, streams, pools, start):
     return len(kinds)
 
 
-@njit(cache=True)
+@_compiled
 def _manage(s, kind, pool):
     if kind == _OP_EMPTY and pool > 0:
         _empty_pool(s, pool)
