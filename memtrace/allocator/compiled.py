@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from memtrace.allocator import kernel
+from memtrace.allocator.caching import CachingRules, Completion
 from memtrace.allocator.device import FIRST_ADDRESS, FIRST_RESERVED, Device
 from memtrace.allocator.log import COLUMNS, Log
-from memtrace.allocator.native import Completion
 from memtrace.allocator.ops import Op, Ops
 from memtrace.allocator.settings import NEWEST, Settings, Version
 
@@ -43,9 +43,9 @@ class CompiledAllocator:
         settings = settings or Settings()
         if pools and settings.expandable:
             raise ValueError("no private pools of expandable segments are followed here")
-        fraction = settings.fraction if fraction is None else fraction
-        allowed = int(fraction * device.total) if fraction < 1 else kernel.UNLIMITED
-        collects = fraction < 1 and settings.gc_threshold > 0
+        # The limits are worked out once, by the readable definition.
+        plain = CachingRules(device, settings, torch, fraction=fraction)
+        allowed = min(plain.allowed, kernel.UNLIMITED)
         now = np.zeros(15, dtype=np.int64)
         now[[kernel.SPARE, kernel.FIRST_LATER, kernel.LAST_LATER, kernel.UNKNOWN]] = -1
         now[kernel.FREE_BYTES] = device.free_bytes
@@ -58,8 +58,8 @@ class CompiledAllocator:
             kernel.EXPANDABLE: settings.expandable,
             kernel.ALLOWED: allowed,
             kernel.RESERVATION: settings.reservation(device.total),
-            kernel.COLLECTS: collects,
-            kernel.GC_LIMIT: int(settings.gc_threshold * allowed) if collects else 0,
+            kernel.COLLECTS: plain.collects,
+            kernel.GC_LIMIT: int(settings.gc_threshold * allowed) if plain.collects else 0,
             kernel.THROWS: settings.throw_on_oom,
             kernel.REJECTED: int(settings.fraction * device.total),
             kernel.BY_BLOCK: torch == (2, 12),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from memtrace.allocator.settings import MIN_BLOCK
 
 if TYPE_CHECKING:
-    from memtrace.allocator.native import Block, Pool
+    from memtrace.allocator.pools import Block, Pool
 
 
 class InvariantError(AssertionError):

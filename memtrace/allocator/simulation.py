@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from memtrace.allocator.caching import Completion
 from memtrace.allocator.device import Device
 from memtrace.allocator.log import Log, Mark
-from memtrace.allocator.native import Completion, NativeAllocator
+from memtrace.allocator.native import NativeAllocator
 from memtrace.allocator.requests import Requests
 from memtrace.allocator.settings import NEWEST, ROUND_LARGE, Settings, Version
 from memtrace.allocator.statistics import change

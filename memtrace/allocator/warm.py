@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
 from itertools import groupby
 
-from memtrace.allocator.native import Piece
+from memtrace.allocator.pools import Piece
 from memtrace.allocator.settings import LARGE_SEGMENT, MIN_LARGE, SMALL_LIMIT, SMALL_SEGMENT
 from memtrace.trace.schema import Action
 

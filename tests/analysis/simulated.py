@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+from memtrace.allocator.caching import Completion
 from memtrace.allocator.device import Device
 from memtrace.allocator.log import Log
-from memtrace.allocator.native import Completion, NativeAllocator
+from memtrace.allocator.native import NativeAllocator
 from memtrace.allocator.oom import OutOfMemory
 from memtrace.allocator.settings import NEWEST, Settings, Version
 from memtrace.trace.schema import Action
