@@ -44,7 +44,7 @@ def cache_of(
             f"A cache is given by name or as what makes one for a number of layers, such as the "
             f"class CompactCache, not as {cache!r}."
         )
-    reason = obstacle(type(schedule), None if selector is None else type(selector))
+    reason = obstacle(type(schedule), selector)
     if reason is not None:
         raise InfeasibleError(reason)
     made, parameters = (cache.func, cache.keywords) if isinstance(cache, partial) else (cache, {})
@@ -55,19 +55,24 @@ def cache_of(
     return cache
 
 
-def obstacle(schedule: type[Schedule], selector: type[Selector] | None) -> str | None:
+def obstacle(schedule: type[Schedule], selector: Selector | type[Selector] | None) -> str | None:
     """Why they don't go together, in one sentence; None: they do."""
     name = name_of(SCHEDULES, schedule)
     if selector is None:
         if not schedule.keeps_all:
             return f"The schedule {name} is about evicting; name a selector, or another schedule."
         return None
-    chosen = name_of(SELECTORS, selector)
+    chosen = name_of(SELECTORS, selector if isinstance(selector, type) else type(selector))
     if not schedule.whole_layers:
         if selector.every_query:
             return (
                 f"The selector {chosen} needs every query of the prompt, and under {name} rows are "
                 "gone before later queries come; use another schedule."
+            )
+        if selector.every_input:
+            return (
+                f"The selector {chosen} needs what attention was given for every row of the "
+                f"prompt, and under {name} rows are gone; use another schedule."
             )
         if selector.head_budgets:
             return (

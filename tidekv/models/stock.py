@@ -112,6 +112,12 @@ class StockDecoder:
     def dtype(self) -> torch.dtype:
         return self.model.dtype
 
+    @property
+    def rotary(self) -> Any:
+        """The model's own rotary embedding, whatever stands in for it."""
+        found = self.base.rotary_emb
+        return found.plain if isinstance(found, _Rotary) else found
+
     def attention(self, index: int) -> Any:
         """The attention module of a layer."""
         layer = self.layers[index]
@@ -153,8 +159,7 @@ class StockDecoder:
 
     def rope_table(self, span: Span) -> RopeTable:
         """Rotation of the span's positions, as the whole prompt has it."""
-        plain = self.base.rotary_emb
-        rotary = plain if isinstance(plain, _Rotary) else _Rotary(plain)
+        rotary = _Rotary(self.rotary)
         rotary.total = span.total
         positions = torch.arange(span.start, span.stop, device=self.device)[None]
         like = torch.empty(0, dtype=self.dtype, device=self.device)
@@ -273,12 +278,12 @@ class _Rotary(nn.Module):
 
     def __init__(self, plain: nn.Module) -> None:
         super().__init__()
-        self._plain = plain
+        self.plain = plain
         self.total = 1
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any) -> RopeTable:
         last = torch.full_like(position_ids[:, :1], self.total - 1)
-        cos, sin = self._plain(x, torch.cat((position_ids, last), dim=1), *args)
+        cos, sin = self.plain(x, torch.cat((position_ids, last), dim=1), *args)
         return cos[:, :-1], sin[:, :-1]
 
 

@@ -146,7 +146,9 @@ class Observer:
         self._window = selector.window if selector else 0
         #: As :class:`tidekv.models.stock.Watch` has it.
         self.query_rows = None if self._every else self._window
-        self.input_rows = selector.input_rows if selector else 0
+        self.input_rows = 0
+        if selector is not None:
+            self.input_rows = task.prompt_tokens if selector.every_input else selector.input_rows
         decoder = task.decoder
         with scopes.component("Temp"):
             self._queries = Tail(task.empty(decoder.query_heads, self._window))
@@ -179,9 +181,9 @@ class Observer:
         """The layer as the selector sees it, after row ``stop`` - 1; None: the prompt's last."""
         decoder, total = self._task.decoder, self._task.prompt_tokens
         stop = stop or total
-        inputs = rope = None
+        inputs = rope = rotary = None
         if self.input_rows:
-            inputs = self._inputs.rows()
+            inputs, rotary = self._inputs.rows(), decoder.rotary
             rope = decoder.rope_table(Span(stop - inputs.shape[1], stop, total))
         return LayerEnd(
             index,
@@ -193,6 +195,7 @@ class Observer:
             decoder.attention(index),
             inputs,
             rope,
+            rotary,
         )
 
     def clear(self) -> None:

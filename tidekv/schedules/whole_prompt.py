@@ -163,6 +163,8 @@ def _watch_queries(
         return
     normed = (args[0] if args else kwargs["hidden_states"])[:, -rows:]
     observer.inputs(index, normed)
+    if observer.query_rows == 0:
+        return
     span = Span(total - normed.shape[1], total, total)
     step = task.step(index, span, _Stored(stored), observer)
     task.decoder.queries(step, module, normed, kwargs)

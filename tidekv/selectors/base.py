@@ -44,8 +44,10 @@ class LayerEnd:
         softcap: c of logits ← c·tanh(logits / c), after scaling (Gemma 2); None without one.
         attention: the model's own attention module.
         inputs: (B, n, d), what the last n rows of the attention module's input were, n =
-            min(``input_rows``, S); None unless the selector asks for them.
+            min(``input_rows``, S), or S for ``every_input``; None unless the selector asks for
+            them.
         rope: (cos, sin), (1 or B, n, D) each, of the rows of ``inputs``; None without those.
+        rotary: the model's own rotary embedding; None without inputs.
     """
 
     index: int
@@ -57,6 +59,7 @@ class LayerEnd:
     attention: Any = None
     inputs: torch.Tensor | None = None
     rope: tuple[torch.Tensor, torch.Tensor] | None = None
+    rotary: Any = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,8 @@ class Selector(ABC):
     window: int = 0
     #: How many rows of the attention module's last inputs it reads.
     input_rows: int = 0
+    #: Whether it reads all of them.
+    every_input: bool = False
     #: Whether it must see every query of the prompt, through :meth:`Choice.observe`.
     every_query: ClassVar[bool] = False
     #: Whether the heads of a layer keep unequal numbers of rows.

@@ -12,15 +12,27 @@ from torch.overrides import TorchFunctionMode
 from tidekv.errors import InfeasibleError
 from tidekv.selectors.base import Choice, LayerEnd, Request, Selector
 
+#: Presses of kvpress that read the attention inputs of every row, by the names of their classes.
+READ_EVERY_INPUT = frozenset(
+    (
+        "BlockPress",
+        "CapPress",
+        "ChunkPress",
+        "CompactorPress",
+        "ExpectedAttentionPress",
+        "LeverageScorePress",
+        "NonCausalAttnPress",
+    )
+)
+
 
 @dataclass(frozen=True)
 class KvPress(Selector):
     """Keep the rows that a press of kvpress keeps.
 
     For presses that choose rows of one layer, the same number for each head, by its keys and values
-    and the last inputs of its attention, which most do (SnapKV, TOVA, KeyDiff, Knorm, StreamingLLM,
-    LagKV, ChunkKV, PyramidKV). Not for those that need whole inputs or attention matrices, or that
-    mask rows instead of dropping them (AdaKV).
+    and the inputs of its attention; docs/tidekv.md lists which do. Not for those that need
+    attention matrices or another forward, or that mask rows instead of dropping them.
 
     The press is given the compression ratio that stands for the budget; one that rounds (ChunkKV)
     or spreads it over layers (PyramidKV) keeps another number of rows. Its memory is its own:
@@ -28,10 +40,14 @@ class KvPress(Selector):
 
     Attributes:
         press: an object with kvpress's ``compress`` and ``compression_ratio``; it is copied.
+        every_input: whether it reads what attention was given for every row, (B, S, d) more while a
+            layer runs, and not for the last rows only; true anyway of those in
+            :data:`READ_EVERY_INPUT`.
         input_rows: one more than the longest window in it, which is what SnapKV's press asks for.
     """
 
     press: Any
+    every_input: bool = False
     input_rows: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -43,7 +59,10 @@ class KvPress(Selector):
                 f"kvpress.SnapKVPress(), not {self.press!r}."
             )
         object.__setattr__(self, "press", copy.deepcopy(self.press))
-        windows = [getattr(press, "window_size", 0) for press in _nested(self.press)]
+        nested = list(_nested(self.press))
+        known = any(base.__name__ in READ_EVERY_INPUT for one in nested for base in type(one).mro())
+        object.__setattr__(self, "every_input", self.every_input or known)
+        windows = [getattr(one, "window_size", None) or 0 for one in nested]
         object.__setattr__(self, "input_rows", 1 + max(windows))
 
     def check(self, request: Request) -> None:
@@ -58,7 +77,7 @@ class KvPress(Selector):
 
     def begin(self, request: Request) -> Choice:
         """See :meth:`tidekv.selectors.base.Selector.begin`; some presses remember things."""
-        return Choice(KvPress(self.press), request)
+        return Choice(KvPress(self.press, self.every_input), request)
 
     def select(self, layer: LayerEnd, rows: int, scoring: str) -> torch.Tensor:
         """What the press keeps of the layer, in ascending order: (B, Hkv, about ``rows``).
@@ -67,7 +86,7 @@ class KvPress(Selector):
             InfeasibleError: it needs what it isn't given, or doesn't choose rows, but masks or
             changes them.
         """
-        with _told(self.press), _Gathering(layer.values) as gathering:
+        with _told(self.press), _rotating(layer), _Gathering(layer.values) as gathering:
             # Half a row more than the budget: presses round down, and floats fall on either side.
             self.press.compression_ratio = 1 - (rows + 0.5) / layer.keys.shape[2]
             _, kept = self.press.compress(
@@ -84,6 +103,20 @@ class KvPress(Selector):
                 "chooses the same number of rows for each head."
             )
         return gathering.index[..., 0].sort(dim=-1).values
+
+
+@contextmanager
+def _rotating(layer: LayerEnd) -> Iterator[None]:
+    """Have the model's rotary embedding on the attention module, where kvpress looks for it."""
+    if layer.rotary is None or hasattr(layer.attention, "rotary_emb"):
+        yield
+        return
+    # Past nn.Module's own way, which would make it a part of the module.
+    object.__setattr__(layer.attention, "rotary_emb", layer.rotary)
+    try:
+        yield
+    finally:
+        object.__delattr__(layer.attention, "rotary_emb")
 
 
 @contextmanager
