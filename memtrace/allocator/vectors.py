@@ -12,7 +12,8 @@ A file has one stream a line, as a JSON object; ``.gz`` is unpacked:
     ``["a", block, bytes, stream]`` allocate, ``["f", block]`` free, ``["r", block, stream]``
     record_stream, ``["e"]`` empty_cache, ``["p"]`` reset peaks, ``["A"]`` reset accumulated counts;
     private pools: ``["b", pool]`` begins a scope, ``["d", pool]`` ends it, ``["x", pool]`` releases
-    the pool once (each scope is one use of it).
+    the pool once (each scope is one use of it), ``["e", pool]`` empties the cache of a pool that
+    was released by all, as a ``torch.cuda.MemPool`` does that ends.
     Streams are 0 (the default one), 1, 2, …: stream k > 0 has the handle 0x100000 + k·0x1000.
 ``alloc_result``
     of each allocation the address, or ``"oom"``; 0 for no bytes.
@@ -278,6 +279,8 @@ class _Allowed:
                 f"there is no operation {name!r:.20}; known: {', '.join(_OPERATIONS)}"
             )
         kind, fields = _OPERATIONS[name]
+        if kind == Op.EMPTY_CACHE and values:
+            fields = ("pool",)
         if len(values) != len(fields):
             raise VectorError(f"{name} takes {len(fields)} numbers")
         given = {
@@ -309,6 +312,9 @@ class _Allowed:
             if pool not in self._open:
                 raise VectorError(f"no scope of pool {pool} is open")
             self._open.remove(pool)
+        elif kind == Op.EMPTY_CACHE:
+            if self._uses.get(pool) != 0:
+                raise VectorError(f"pool {pool} was not released")
         else:
             if pool in self._open or not self._uses.get(pool):
                 raise VectorError(f"pool {pool} is in use, or nobody has it")

@@ -90,7 +90,8 @@ def test_freeing_all_gives_all_back(seed: int) -> None:
     allocator, _ = play(case, (2, 15), debug=True)
     assert allocator.reserved == allocator.allocated == 0
     assert allocator.device.free_bytes == case["total_memory"] - case["used_outside"]
-    assert allocator.segments() == []
+    # Addresses that never got memory stay reserved.
+    assert not any(block.mapped for blocks in allocator.segments() for block in blocks)
 
 
 @given(seed=st.integers(0, 1 << 32), cut=st.integers(0, 150))

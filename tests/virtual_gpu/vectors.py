@@ -16,7 +16,8 @@ TORCH = parse_version(version("torch"))
 
 
 def record(cases: Iterable[dict[str, Any]]) -> list[str]:
-    """What the allocator answers to each case, as a line of a file of vectors."""
+    """What the allocator answers to each case, as a line of a file of vectors; ``"null"`` where it
+    was broken by one."""
     done = subprocess.run(
         [sys.executable, str(SCRIPTS / "allocator_vectors.py")],
         cwd=ROOT,
