@@ -42,8 +42,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self
 
+from memtrace.allocator.caching import Completion
 from memtrace.allocator.log import Log
-from memtrace.allocator.native import Completion
 from memtrace.allocator.ops import Op, Ops
 from memtrace.allocator.settings import Settings, SettingsError, Version, parse_version
 from memtrace.allocator.statistics import Statistics
