@@ -206,7 +206,7 @@ def _table(order: "Sequence[Trial]") -> "RenderableType":
     for trial in order:
         one = trial.outcome
         table.add_row(
-            trial.conf or "(none)",
+            trial.conf.replace(",", ",\n") or "(none)",
             size(trial.memory),
             size(one.reserved_peak),
             size(one.inactive_split_peak),
