@@ -26,9 +26,9 @@ _NUMBER = len("-1023.99 GiB")
 _SUMS = {"live": "M_live", "allocated": "allocated", "process": "process"}
 
 
-def show(part: RenderableType) -> None:
-    """Print on stdout: in colour on a terminal, plain otherwise."""
-    width = shutil.get_terminal_size().columns
+def show(part: RenderableType, least: int = 0) -> None:
+    """Print on stdout: in colour on a terminal, plain otherwise; at least ``least`` columns wide."""
+    width = max(shutil.get_terminal_size().columns, least)
     text = to_text(part, width, colour=sys.stdout.isatty())
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding), end="")

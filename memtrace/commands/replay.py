@@ -37,6 +37,8 @@ NAME = "replay"
 HELP = "what another allocator, card or PyTorch would have made of a run"
 
 _OWN = "as recorded"
+#: So wide that the longest setting of the grid isn't cut.
+_WIDTH = 100
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -186,7 +188,9 @@ def _compare(
 
     from memtrace.render import show
 
-    show(Group(_table(order), "", *_advice(order), *notes))
+    show(Group(_table(order), "", *_advice(order)), least=_WIDTH)
+    for note in notes:
+        print(note)
     return 0
 
 
@@ -194,25 +198,25 @@ def _table(order: "Sequence[Trial]") -> "RenderableType":
     from memtrace.render import grid, size
 
     table = grid(
-        "settings",
         "smallest device",
         "reserved peak",
         "inactive split",
         "largest free",
         "retries",
         "failed",
-        text=(0,),
+        "settings",
+        text=(6,),
     )
     for trial in order:
         one = trial.outcome
         table.add_row(
-            trial.conf.replace(",", ",\n") or "(none)",
             size(trial.memory),
             size(one.reserved_peak),
             size(one.inactive_split_peak),
             size(one.largest_free),
             f"{one.retries:,}",
             f"{one.failures:,}",
+            trial.conf.replace(",", ",\n") or "(none)",
         )
     return table
 
