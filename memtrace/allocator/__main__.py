@@ -32,21 +32,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help=".jsonl or .jsonl.gz")
     parser.add_argument("--json", action="store_true", help="print a JSON document")
     args = parser.parse_args(argv)
-    checked = []
     try:
-        for path in args.files:
-            checked.append(_check(path))
-            if not args.json:
-                _show(checked[-1])
+        return _run(args.files, args.json)
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        sys.stderr.close()
+        return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _run(paths: Sequence[Path], as_json: bool) -> int:
+    checked = []
+    for path in paths:
+        checked.append(_check(path))
+        if not as_json:
+            _show(checked[-1])
     streams = sum(one["streams"] for one in checked)
     equal = sum(one["equal"] for one in checked)
-    if args.json:
+    if as_json:
         document = {"schema": 1, "streams": streams, "equal": equal, "files": checked}
         print(json.dumps(document, indent=2))
     else:
-        print(f"{equal} of {streams} streams equal")
+        print(f"{equal} of {streams} streams equal", flush=True)
     return int(equal < streams or any(one["error"] for one in checked))
 
 
