@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock, RLock
@@ -15,6 +15,7 @@ from memtrace import scopes
 from tidekv import attention as attention_backends
 from tidekv import budgets, compat, methods, schedules, selectors
 from tidekv.caches import CompactCache
+from tidekv.caches.compact import past_window
 from tidekv.errors import InfeasibleError, check_choice
 from tidekv.models import check_family, decoder_of
 from tidekv.schedules import LayerMajor, Schedule, Task
@@ -59,6 +60,7 @@ def prefill(
     attention: str | None = None,
     attention_mask: torch.Tensor | None = None,
     keep_indices: bool = False,
+    new_tokens: int | None = None,
     on_layer: Callable[[int], None] | None = None,
 ) -> Prefill:
     """Read a prompt; keep ``budget`` rows of each layer.
@@ -82,6 +84,8 @@ def prefill(
         attention_mask: (B, S); checked to be all ones, since padded batches are not supported.
             Without one every token counts, padding too.
         keep_indices: keep the positions of the kept rows.
+        new_tokens: how many will be generated, if that is known: what can't be decoded so far is
+            refused at once.
         on_layer: called with the index of each layer that is done, e.g. for a progress bar.
 
     Raises:
@@ -100,10 +104,12 @@ def prefill(
             attention=attention or model.config._attn_implementation,
             attention_mask=attention_mask,
             keep_indices=keep_indices,
+            new_tokens=new_tokens,
             on_layer=on_layer,
         )
         with torch.no_grad(), scopes.phase("prefill"):
             filled = made.run(task)
+    filled.cache.window = compat.sliding_window(model.config)
     return Prefill(
         cache=filled.cache,
         logits=filled.logits,
@@ -129,8 +135,8 @@ def decode(
         (B, S + new), or what ``generate`` returns for the arguments given.
 
     Raises:
-        InfeasibleError: the prefill isn't of this prompt, or was decoded from before, or the
-            model is spread over devices.
+        InfeasibleError: the prefill isn't of this prompt, or was decoded from before, or can't be
+            decoded so far, or the model is spread over devices.
     """
     check_family(model)
     with _alone_with(model):
@@ -160,6 +166,9 @@ def _decode(
             "Decoding needs all of the model's weights on one device; bring them there with "
             "model.to(device)."
         )
+    new_tokens = _new_tokens(model, seen, generate_kwargs)
+    if new_tokens is not None:
+        prefilled.cache.check_window(seen + new_tokens - 1)  # the last one is not read again
     prefilled.cache.to(model.device)  # from where it was parked
     with scopes.phase("decode"), _first_logits(model, prefilled):
         result: torch.Tensor = model.generate(
@@ -176,12 +185,23 @@ def generate(model: Any, input_ids: torch.Tensor, **options: Any) -> torch.Tenso
 
     Up to 128 new tokens, unless the options or the model's generation config limit them.
     """
+    check_family(model)
+    _check_ids(input_ids)
     ours = {name: options.pop(name) for name in _PREFILL_OPTIONS & options.keys()}
-    prefilled = prefill(model, input_ids, **ours)
     limited = options.keys() & {"max_new_tokens", "max_length", "generation_config"}
     if not limited and model.generation_config.max_new_tokens is None:
         options["max_new_tokens"] = 128
+    new_tokens = _new_tokens(model, input_ids.shape[1], options)
+    prefilled = prefill(model, input_ids, new_tokens=new_tokens, **ours)
     return decode(model, input_ids, prefilled, **options)
+
+
+def _new_tokens(model: Any, prompt_tokens: int, options: Mapping[str, Any]) -> int | None:
+    """How many tokens ``generate`` adds at most with these options; None: it has its own limit."""
+    config = options.get("generation_config") or model.generation_config
+    new: int | None = options.get("max_new_tokens", config.max_new_tokens)
+    length: int | None = options.get("max_length", config.max_length)
+    return length - prompt_tokens if new is None and length is not None else new
 
 
 _turns: WeakKeyDictionary[Any, RLock] = WeakKeyDictionary()
@@ -220,7 +240,7 @@ def _check_mask(input_ids: torch.Tensor, mask: torch.Tensor | None) -> None:
         )
 
 
-_PREFILL_OPTIONS = frozenset(inspect.getfullargspec(prefill).kwonlyargs)
+_PREFILL_OPTIONS = frozenset(inspect.getfullargspec(prefill).kwonlyargs) - {"new_tokens"}
 
 
 def _check(
@@ -235,6 +255,7 @@ def _check(
     attention: str,
     attention_mask: torch.Tensor | None,
     keep_indices: bool,
+    new_tokens: int | None,
     on_layer: Callable[[int], None] | None,
 ) -> tuple[Schedule, Task]:
     """Everything that can be wrong with a request, before anything is allocated."""
@@ -266,6 +287,9 @@ def _check(
         rows = budgets.rows(budget, prompt_tokens)
         request = Request(len(decoder.layers), prompt_tokens, rows, scoring)
         selector.check(request)
+        fewer = rows < prompt_tokens or selector.head_budgets
+        if window is not None and fewer and prompt_tokens + (new_tokens or 0) - 1 > window:
+            raise past_window(window)
         choice = selector.begin(request)
     return schedule, Task(decoder, input_ids, choice, backend, new_cache, keep_indices, on_layer)
 

@@ -151,6 +151,7 @@ def _answer(
                 cache=functools.partial(CACHES[arguments.cache], **methods.cache_parameters),
                 scoring=arguments.scoring,
                 attention=arguments.attention,
+                new_tokens=arguments.max_new_tokens,
                 on_layer=lambda _: done(),
             )
         if input_ids.device.type == "cuda":

@@ -1,6 +1,7 @@
 """prefill, decode and generate: what they accept, and that generate is transformers' own."""
 
 import copy
+import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +16,7 @@ from transformers import (
 
 import tidekv
 from tests.tidekv.live_bytes import LiveBytes
-from tidekv import budgets
+from tidekv import budgets, compat
 from tidekv.models import FAMILIES
 from tidekv.schedules import SCHEDULES, LayerMajor, WholePrompt
 from tidekv.selectors import SnapKV
@@ -237,6 +238,58 @@ def test_sliding_windows_shorter_than_the_prompt_are_refused(tiny, prompt):
             expected = model(ids).logits[:, -1]
         logits = tidekv.prefill(model, ids, selector=None, chunk_size=8).logits
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+
+
+SLIDING = [
+    ("mistral", {"sliding_window": 64}),
+    ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}),
+    ("gemma2", {"sliding_window": 64}),
+]
+
+
+@pytest.mark.parametrize(("family", "config"), SLIDING)
+@pytest.mark.parametrize("options", [{"selector": None}, {"cache": "kivi", "selector": None}])
+def test_every_row_is_decoded_past_a_sliding_window(tiny, prompt, family, config, options):
+    """Nothing is wrong with masks while no row is missing: here the answer outgrows the window."""
+    model, ids = tiny(family, **config), prompt(60)
+    if "cache" in options:
+        options = {**options, "cache": functools.partial(tidekv.QuantisedCache, group=8)}
+    ways = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    plain = model.generate(ids, **ways)
+    assert torch.equal(tidekv.generate(model, ids, **options, **ways), plain)
+
+
+@pytest.mark.parametrize(("family", "config"), SLIDING)
+@pytest.mark.parametrize("selector", ["snapkv", "adakv"])
+def test_fewer_rows_are_not_decoded_past_a_sliding_window(tiny, prompt, family, config, selector):
+    """transformers would see kept rows at the end of the prompt, and forget them too late."""
+    model, ids = tiny(family, **config), prompt(60)
+    options = {"selector": selector, "budget": 40}
+    ways = {"do_sample": False, "eos_token_id": None}
+    refused = pytest.raises(tidekv.InfeasibleError, match="sliding window of 64 tokens, which")
+    with LiveBytes(model, ids) as live, refused:
+        tidekv.generate(model, ids, max_new_tokens=6, **options, **ways)
+    with refused:
+        tidekv.generate(model, ids, max_length=66, **options, **ways)
+    assert live.peak == 0
+    # The last token isn't read, so it may lie behind the window.
+    assert tidekv.generate(model, ids, max_new_tokens=5, **options, **ways).shape == (1, 65)
+    prefilled = tidekv.prefill(model, ids, **options)
+    with refused:
+        tidekv.decode(model, ids, prefilled, max_new_tokens=6, **ways)
+    cache = {compat.cache_argument(model): prefilled.cache}
+    more = torch.cat((ids, ids[:, :1]), dim=1)
+    with refused:  # transformers' own, which asks nobody before
+        model.generate(more, max_new_tokens=6, **cache, **ways)
+    assert prefilled.cache.get_seq_length() == 64
+
+
+def test_every_row_in_unequal_heads_counts_as_fewer(tiny, prompt):
+    """adakv with every row: one column of the mask stands for them all the same."""
+    model, ids = tiny("mistral", sliding_window=64), prompt(60)
+    with pytest.raises(tidekv.InfeasibleError, match="sliding window of 64 tokens, which"):
+        tidekv.generate(model, ids, selector="adakv", budget=60, max_new_tokens=6)
+    tidekv.generate(model, ids, selector="snapkv", budget=60, max_new_tokens=6)
 
 
 def test_other_families_are_refused(tiny):

@@ -25,6 +25,15 @@ from tidekv.errors import InfeasibleError
 RESIDENT = "KV_res/compact"
 
 
+def past_window(window: int) -> InfeasibleError:
+    """Why rows of a prompt can't be dropped and more than ``window`` tokens be read."""
+    return InfeasibleError(
+        f"The model has layers with a sliding window of {window} tokens, which would count the "
+        "rows that are kept as newer than they are; stop at that many tokens of prompt and answer, "
+        "or keep every row with selector=None."
+    )
+
+
 def rows_of(
     keys: torch.Tensor, values: torch.Tensor, indices: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -218,6 +227,8 @@ class CompactCache(Cache):
         super().__init__(layers=[self.layer_class(**parameters) for _ in range(num_layers)])
         #: 1 while the logits of the last prompt token wait to be handed to ``generate``.
         self.pending = 0
+        #: The smallest attention window of the model's layers, if any slides.
+        self.window: int | None = None
 
     def update(
         self,
@@ -227,13 +238,29 @@ class CompactCache(Cache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append to a layer; what its attention code is to use, (B, Hkv, rows, D) each."""
+        """Append to a layer; what its attention code is to use, (B, Hkv, rows, D) each.
+
+        Raises:
+            InfeasibleError: see :meth:`check_window`.
+        """
+        self.check_window(self.layers[layer_idx].get_seq_length() + key_states.shape[2])
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer = self.layers[layer_idx]
         # A layer that holds no kept rows yet is reading its prompt, under the usual mask.
         if layer.kept and not self._one_mask_fits_all():
             keys = MaskedKeys.of(keys, layer.visible(), layer.decoded)
         return keys, values
+
+    def check_window(self, seen: int) -> None:
+        """
+        Raises:
+            InfeasibleError: rows were dropped, and with ``seen`` tokens others leave the window.
+                Which ones those are transformers' masks decide by places in the cache.
+        """
+        if self.window is None or seen <= self.window:
+            return
+        if any(layer.dropped or layer.ragged for layer in self.layers):
+            raise past_window(self.window)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, less the pending one."""
