@@ -27,7 +27,7 @@ _SUMS = {"live": "M_live", "allocated": "allocated", "process": "process"}
 
 
 def show(part: RenderableType, least: int = 0) -> None:
-    """Print on stdout: in colour on a terminal, plain otherwise; at least ``least`` columns wide."""
+    """Print on stdout, ``least`` columns wide or more: in colour on a terminal, plain otherwise."""
     width = max(shutil.get_terminal_size().columns, least)
     text = to_text(part, width, colour=sys.stdout.isatty())
     encoding = sys.stdout.encoding or "utf-8"

@@ -1,7 +1,8 @@
 """What a recorded device was asked for: the operations in a trace, for another allocator to do."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -202,6 +203,15 @@ def settings_of(process: ProcessTrace) -> Settings:
     found = process.manifest.get("allocator_settings")
     found = (process.manifest.get("cuda") or {}).get("allocator_settings", found)
     return Settings.of_snapshot(found or {}, version_of(process) or NEWEST)
+
+
+def fraction_of(device: Mapping[str, Any]) -> float | None:
+    """The memory fraction that a program set, from its device's manifest; None: none.
+
+    PyTorch says 1.0 as well where none was set.
+    """
+    fraction = device.get("memory_fraction")
+    return float(fraction) if fraction is not None and fraction < 1 else None
 
 
 def version_of(process: ProcessTrace) -> Version | None:

@@ -17,7 +17,13 @@ from memtrace.allocator.device import Device
 from memtrace.allocator.log import Mark
 from memtrace.allocator.native import NativeAllocator
 from memtrace.allocator.oom import OutOfMemory
-from memtrace.allocator.requests import before_of, emptied_pools, settings_of, version_of
+from memtrace.allocator.requests import (
+    before_of,
+    emptied_pools,
+    fraction_of,
+    settings_of,
+    version_of,
+)
 from memtrace.allocator.settings import Version
 from memtrace.allocator.simulation import ENDLESS
 from memtrace.allocator.warm import Event, Warm, WarmOrder, warm_segments
@@ -251,7 +257,7 @@ class _History:
         """Memory of the device, and what share of it may be reserved, as far as it is known."""
         for found in (self.process.manifest.get("cuda") or {}).get("devices", []):
             if f"cuda:{found['ordinal']}" == self.device and found["total_memory"]:
-                return int(found["total_memory"]), found.get("memory_fraction")
+                return int(found["total_memory"]), fraction_of(found)
         return ENDLESS, None
 
     def _upcoming(self) -> int:

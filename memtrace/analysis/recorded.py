@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from memtrace.allocator.requests import Requests, requests_of, settings_of, version_of
+from memtrace.allocator.requests import Requests, fraction_of, requests_of, settings_of, version_of
 from memtrace.allocator.settings import NEWEST
 from memtrace.allocator.simulation import ENDLESS, Setup
 from memtrace.analysis.accounts import Account, accounts
@@ -38,9 +38,7 @@ def setup_of(trace: Trace, process: ProcessTrace, device: str) -> Setup:
     setup = Setup(settings, version_of(process) or NEWEST)
     for found in (process.manifest.get("cuda") or {}).get("devices", []):
         if f"cuda:{found['ordinal']}" == device and found["total_memory"]:
-            setup = replace(
-                setup, total=found["total_memory"], fraction=found.get("memory_fraction")
-            )
+            setup = replace(setup, total=found["total_memory"], fraction=fraction_of(found))
     if setup.total != ENDLESS:
         setup = replace(setup, outside=_outside(trace, Account(process, device), setup.total))
     return setup
