@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.command(arguments)
         print(end="", flush=True)
     except TidekvError as error:
-        print(f"tidekv: {error}", file=sys.stderr)
+        print(f"tidekv: {_as_typed(str(error), arguments)}", file=sys.stderr)
         return error.exit_status
     except OSError as error:
         # The interpreter writes what is left at its end; it must not fail again.
@@ -71,6 +72,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _as_typed(message: str, arguments: argparse.Namespace) -> str:
+    """A sentence with parameters as the command line has them: selector=None → --selector none."""
+
+    def flag(parameter: re.Match[str]) -> str:
+        name, value = parameter["name"], parameter["value"]
+        if name not in arguments:
+            return parameter[0]
+        typed = f"--{name.replace('_', '-')}"
+        return typed if value == "True" else f"{typed} {value.lower()}"
+
+    return re.sub(r"\b(?P<name>\w+)=(?P<quote>'?)(?P<value>\w+)(?P=quote)", flag, message)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -17,7 +17,7 @@ from tidekv import budgets, compat, methods, schedules, selectors
 from tidekv.caches import CompactCache
 from tidekv.caches.compact import past_window
 from tidekv.errors import InfeasibleError, check_choice
-from tidekv.models import check_family, decoder_of
+from tidekv.models import StockDecoder, check_family, decoder_of
 from tidekv.schedules import LayerMajor, Schedule, Task
 from tidekv.scoring import SCORINGS
 from tidekv.selectors import Selector
@@ -147,6 +147,10 @@ def _decode(
     model: Any, input_ids: torch.Tensor, prefilled: Prefill, **generate_kwargs: Any
 ) -> torch.Tensor:
     _check_ids(input_ids)
+    if not isinstance(prefilled, Prefill):
+        raise InfeasibleError(
+            f"decode continues from what prefill returned, not from a {type(prefilled).__name__}."
+        )
     prompts, seen = len(prefilled.logits), prefilled.prompt_tokens
     # Beams of a single token leave no token in the cache, but more entries in its batch.
     if (prefilled.cache.batch_size(), prefilled.cache.get_seq_length()) != (prompts, seen):
@@ -201,7 +205,9 @@ def _new_tokens(model: Any, prompt_tokens: int, options: Mapping[str, Any]) -> i
     config = options.get("generation_config") or model.generation_config
     new: int | None = options.get("max_new_tokens", config.max_new_tokens)
     length: int | None = options.get("max_length", config.max_length)
-    return length - prompt_tokens if new is None and length is not None else new
+    if new is None and length is not None:
+        new = length - prompt_tokens
+    return new if isinstance(new, int) else None  # what else there is transformers refuses
 
 
 _turns: WeakKeyDictionary[Any, RLock] = WeakKeyDictionary()
@@ -232,8 +238,26 @@ def _check_ids(input_ids: Any) -> None:
         )
 
 
+def _check_vocabulary(model: Any, input_ids: torch.Tensor) -> None:
+    """Of ids on the host only: to look at those of a device is to wait for it."""
+    if input_ids.device.type != "cpu":
+        return
+    known = model.get_input_embeddings().num_embeddings
+    with scopes.component("Temp"):
+        least, most = (int(one) for one in input_ids.aminmax())
+    if not 0 <= least <= most < known:
+        raise InfeasibleError(
+            f"Token ids must be in 0..{known - 1}, the model's vocabulary, not "
+            f"{least if least < 0 else most}; use the model's own tokenizer."
+        )
+
+
 def _check_mask(input_ids: torch.Tensor, mask: torch.Tensor | None) -> None:
     """Every token must count: rows of the cache stand at one position for the whole batch."""
+    if mask is not None and not isinstance(mask, torch.Tensor):
+        raise InfeasibleError(
+            f"attention_mask must be a tensor like input_ids, not a {type(mask).__name__}."
+        )
     if mask is not None and (mask.shape != input_ids.shape or not bool((mask == 1).all())):
         raise InfeasibleError(
             "Padded batches are not supported; pass prompts of one length, or one at a time."
@@ -262,7 +286,7 @@ def _check(
     _check_ids(input_ids)
     decoder = decoder_of(model, _device(model, schedule))
     check_choice("scoring", scoring, SCORINGS)
-    new_cache = functools.partial(methods.cache_of(schedule, selector, cache), len(decoder.layers))
+    empty = _made_cache(methods.cache_of(schedule, selector, cache), decoder, selector)
     backend = attention_backends.decide(
         attention,
         dtype=decoder.dtype,
@@ -291,7 +315,28 @@ def _check(
         if window is not None and fewer and prompt_tokens + (new_tokens or 0) - 1 > window:
             raise past_window(window)
         choice = selector.begin(request)
-    return schedule, Task(decoder, input_ids, choice, backend, new_cache, keep_indices, on_layer)
+    _check_vocabulary(model, input_ids)  # last: looking makes two numbers
+    return schedule, Task(decoder, input_ids, choice, backend, empty, keep_indices, on_layer)
+
+
+def _made_cache(
+    make: Callable[[int], CompactCache], decoder: StockDecoder, selector: Selector | None
+) -> CompactCache:
+    """A cache of the model's layers, with nothing in it."""
+    layers = len(decoder.layers)
+    try:
+        made = make(layers)
+    except TypeError as error:
+        raise InfeasibleError(f"The cache can't be made for {layers} layers: {error}.") from error
+    if not isinstance(made, CompactCache) or len(made.layers) != layers:
+        raise InfeasibleError(
+            f"What makes a cache must return a CompactCache of {layers} layers, or one of its "
+            f"kinds, not a {type(made).__name__} of {len(getattr(made, 'layers', ()))}."
+        )
+    for layer in made.layers:
+        unequal = selector is not None and selector.head_budgets
+        layer.check(head_size=decoder.head_dim, unequal_heads=unequal)
+    return made
 
 
 def _places(module: torch.nn.Module) -> list[str]:

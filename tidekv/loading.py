@@ -256,15 +256,19 @@ def _from_preset(name: str, dtype: torch.dtype, device: str, attention: str, wei
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """No progress bars and advice from transformers; ours says what happens."""
+    """No progress bars and advice from transformers, no retries of the hub's; ours says it."""
+    from huggingface_hub.utils import logging as hub
     from transformers.utils import logging
 
     bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    of_hub = hub.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+    hub.set_verbosity_error()
     try:
         yield
     finally:
+        hub.set_verbosity(of_hub)
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()

@@ -2,6 +2,8 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import cache
+from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -10,7 +12,8 @@ from tidekv.errors import InfeasibleError
 _TRUTH = {"true": True, "false": False}
 
 
-def parameters(made: type) -> dict[str, inspect.Parameter]:
+@cache
+def parameters(made: type) -> Mapping[str, inspect.Parameter]:
     """What a class can be made with, by name; each has a type and a default."""
     return dict(inspect.signature(made, eval_str=True).parameters)
 
@@ -23,6 +26,31 @@ def defaults(made: type) -> dict[str, Any]:
 def chosen(method: Any) -> dict[str, Any]:
     """The parameters of a schedule or selector, as they are."""
     return {name: getattr(method, name) for name in parameters(type(method))}
+
+
+def check(method: Any) -> None:
+    """
+    Raises:
+        InfeasibleError: a parameter of a schedule, selector or cache's layer is to be a number or a
+            truth value and isn't.
+    """
+    for name, one in parameters(type(method)).items():
+        kinds = get_args(one.annotation) or (one.annotation,)
+        if all(kind in _PLAIN for kind in kinds) and not any(
+            _is(getattr(method, name), kind) for kind in kinds
+        ):
+            raise InfeasibleError(
+                f"The parameter {name} of {type(method).__name__} is "
+                f"{' or '.join(_choices(one.annotation))}, not {getattr(method, name)!r}."
+            )
+
+
+_PLAIN: Mapping[Any, type] = {bool: bool, int: Integral, float: Real, NoneType: NoneType}
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """Whether a value is of a plain type; True is no number here."""
+    return isinstance(value, _PLAIN[kind]) and isinstance(value, bool) <= (kind is bool)
 
 
 def parse(what: str, made: type, pairs: Sequence[str]) -> dict[str, Any]:

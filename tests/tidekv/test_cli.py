@@ -144,7 +144,9 @@ def test_random_prompt(command, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--budget", "9999"], "outside 1.."),
+        (["--budget", "9999"], "use a smaller budget, or --selector none to keep every row"),
+        (["--schedule", "whole_prompt", "--schedule-option", "mlp_rows=0"], "mlp_rows must be"),
+        (["--selector-option", "sinks=-1"], "not window=32, sinks=-1, block_size=2048"),
         (["--selector", "h3o"], "no selector 'h3o'; use one of snapkv, "),
         (["--selector", "none", "--selector-option", "window=8"], "needs a selector"),
         (["--schedule", "inline"], "no schedule 'inline'"),

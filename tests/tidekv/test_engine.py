@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from transformers import (
+    DynamicCache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -196,6 +197,20 @@ def test_model_is_restored_after_an_error_in_generate(tiny, prompt):
         ({"budget": 35}, "more than the budget of 35; use a budget of at least 36"),
         ({"selector": SnapKV(window=64), "budget": 60}, "more than the prompt of 60 tokens has"),
         ({"attention_mask": torch.tensor([[0] + [1] * 59])}, "Padded batches"),
+        ({"attention_mask": [[1] * 60]}, "attention_mask must be a tensor .*, not a list"),
+        ({"chunk_size": 1.5}, "chunk_size of LayerMajor is a whole number, not 1.5"),
+        ({"schedule": WholePrompt(mlp_rows="8")}, "mlp_rows .* none or a whole number, not '8'"),
+        ({"schedule": LayerMajor(park_caches=1)}, "park_caches of LayerMajor is true or false"),
+        ({"cache": lambda layers: DynamicCache()}, "a CompactCache of 3 layers, .* a DynamicCache"),
+        ({"cache": lambda layers: tidekv.CompactCache(1)}, "not a CompactCache of 1"),
+        ({"cache": lambda: None}, "can't be made for 3 layers: .* takes 0 positional"),
+        ({"cache": functools.partial(tidekv.QuantisedCache, groups=8)}, "argument 'groups'"),
+        ({"cache": functools.partial(tidekv.QuantisedCache, group="8")}, "group .* not '8'"),
+        ({"cache": "kivi"}, "groups of 32 channels, which don't divide a head of 8"),
+        (
+            {"cache": lambda layers: tidekv.CompactCache(layers), "selector": "adakv"},
+            "CompactLayer holds equally many rows in each head",
+        ),
     ],
 )
 def test_infeasible_requests_allocate_nothing(tiny, prompt, options, message):
@@ -217,6 +232,25 @@ def test_infeasible_requests_allocate_nothing(tiny, prompt, options, message):
 def test_input_ids_must_be_a_batch_of_prompts(tiny, ids, message):
     with pytest.raises(tidekv.InfeasibleError, match=f"input_ids must be .*{message}"):
         tidekv.prefill(tiny(), ids)
+
+
+@pytest.mark.parametrize("token", [97, -1])
+def test_token_ids_are_of_the_models_vocabulary(tiny, prompt, token):
+    model, ids = tiny(), prompt(60, batch=2)
+    ids[1, 7] = token
+    with (
+        LiveBytes(model, ids) as live,
+        pytest.raises(tidekv.InfeasibleError, match=f"must be in 0..96, .* not {token}; use the m"),
+    ):
+        tidekv.prefill(model, ids, budget=40)
+    assert live.peak <= 16  # the smallest and the largest
+
+
+def test_decode_takes_what_prefill_returned(tiny, prompt):
+    model, ids = tiny(), prompt(60)
+    prefilled = tidekv.prefill(model, ids, budget=40)
+    with pytest.raises(tidekv.InfeasibleError, match="returned, not from a CompactCache"):
+        tidekv.decode(model, ids, prefilled.cache, max_new_tokens=2)
 
 
 def test_the_model_must_be_a_causal_language_model(tiny, prompt):

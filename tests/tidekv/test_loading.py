@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.utils import logging as hub
+from transformers import AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.tidekv.conftest import make_tiny
@@ -115,6 +117,22 @@ def test_unknown_names(tmp_path):
         load_model("./nowhere")
     with pytest.raises(LoadError, match=r"has no config\.json"):
         load_model(str(tmp_path))
+
+
+def test_an_unreachable_hub_is_one_sentence(monkeypatch, caplog):
+    """Without a word of each time that the hub was tried again."""
+    said = hub.get_logger("huggingface_hub.utils._http")
+
+    def unreachable(*_, **__):
+        said.warning("Retrying in 1s [Retry 1/5].")
+        raise OSError("We couldn't connect.")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", unreachable)
+    before = hub.get_verbosity()
+    with pytest.raises(LoadError, match="'no/such' could not be loaded: We couldn't connect"):
+        load_model("no/such")
+    said.warning("as ever")
+    assert caplog.messages == ["as ever"] and hub.get_verbosity() == before
 
 
 def test_damaged_folder(tmp_path):

@@ -63,6 +63,17 @@ class CompactLayer(DynamicLayer):
         """Whether the heads keep unequal numbers of rows."""
         return False
 
+    def check(self, *, head_size: int, unequal_heads: bool) -> None:
+        """
+        Raises:
+            InfeasibleError: it can't hold heads of this size, or with unequal numbers of rows.
+        """
+        if unequal_heads:
+            raise InfeasibleError(
+                f"{type(self).__name__} holds equally many rows in each head; use a selector "
+                "without budgets per head, or a RaggedCache."
+            )
+
     def store(self, keys: torch.Tensor, values: torch.Tensor, *, dropped: int) -> None:
         """Hold these rows, and only these, from now on.
 
@@ -87,10 +98,7 @@ class CompactLayer(DynamicLayer):
         Raises:
             InfeasibleError: this layer can't.
         """
-        raise InfeasibleError(
-            f"{type(self).__name__} holds equally many rows in each head; use a selector without "
-            "budgets per head, or a RaggedCache."
-        )
+        self.check(head_size=keys.shape[-1], unequal_heads=True)
 
     def finish(self) -> None:
         """Hold what is kept in as few bytes as this layer can: it won't shrink any more."""

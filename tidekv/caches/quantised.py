@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from memtrace import scopes
+from tidekv import options
 from tidekv.caches.compact import RESIDENT, CompactCache, CompactLayer
 from tidekv.caches.packing import Packed, dequantise, join, quantise
 from tidekv.errors import InfeasibleError, check_choice
@@ -88,6 +89,8 @@ class QuantisedLayer(CompactLayer):
         Raises:
             InfeasibleError: these can't be.
         """
+        self.bits, self.group, self.residual = bits, group, residual
+        options.check(self)
         check_choice("number of bits", str(bits), ("2", "4"))
         if group < 8 or group % 8:
             raise InfeasibleError(f"A group must be a multiple of 8 numbers, not {group}.")
@@ -97,9 +100,17 @@ class QuantisedLayer(CompactLayer):
                 f"{residual}."
             )
         super().__init__()
-        self.bits, self.group, self.residual = bits, group, residual
         self._axes = Axis(group, bits, over_rows=True), Axis(group, bits, over_rows=False)
         self._old: tuple[Packed, Packed] | None = None  # keys and values
+
+    def check(self, *, head_size: int, unequal_heads: bool) -> None:
+        """As :meth:`CompactLayer.check`; groups must divide the head size."""
+        super().check(head_size=head_size, unequal_heads=unequal_heads)
+        if head_size % self.group:
+            raise InfeasibleError(
+                f"Values are quantised in groups of {self.group} channels, which don't divide a "
+                f"head of {head_size}; use a group that does."
+            )
 
     def store(self, keys: torch.Tensor, values: torch.Tensor, *, dropped: int) -> None:
         """As :meth:`CompactLayer.store`, all in full until :meth:`finish`.
@@ -107,7 +118,7 @@ class QuantisedLayer(CompactLayer):
         Raises:
             InfeasibleError: the head size isn't a multiple of the group.
         """
-        self._check(values)
+        self.check(head_size=values.shape[-1], unequal_heads=False)
         self._old = None
         super().store(keys, values, dropped=dropped)
 
@@ -142,7 +153,7 @@ class QuantisedLayer(CompactLayer):
         What the first call appends without a :meth:`store` before is a prompt that may still be
         chosen from: it is quantised by the next one.
         """
-        self._check(value_states)
+        self.check(head_size=value_states.shape[-1], unequal_heads=False)
         first = not self.is_initialized
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         if self._old is not None:
@@ -168,13 +179,6 @@ class QuantisedLayer(CompactLayer):
         yield from super().tensors()
         for packed in self._old or ():
             yield from packed.tensors()
-
-    def _check(self, values: torch.Tensor) -> None:
-        if values.shape[-1] % self.group:
-            raise InfeasibleError(
-                f"Values are quantised in groups of {self.group} channels, which don't divide a "
-                f"head of {values.shape[-1]}; use a group that does."
-            )
 
     def _crop(self, removed: int) -> None:
         assert self.keys is not None

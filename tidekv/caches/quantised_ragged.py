@@ -108,7 +108,7 @@ class QuantisedRaggedLayer(RaggedLayer, QuantisedLayer):
         Raises:
             InfeasibleError: no row at all, or the head size isn't a multiple of the group.
         """
-        self._check(values)
+        self.check(head_size=values.shape[-1], unequal_heads=True)
         self._old = None
         super().store_flat(keys, values, counts, prompt_tokens=prompt_tokens, longest=longest)
 

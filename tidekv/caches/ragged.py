@@ -80,6 +80,10 @@ class RaggedLayer(CompactLayer):
         """Whether the heads keep unequal numbers of rows: :meth:`store_flat` was called."""
         return self._flat is not None
 
+    def check(self, *, head_size: int, unequal_heads: bool) -> None:
+        """As :meth:`CompactLayer.check`; heads may be unequal."""
+        super().check(head_size=head_size, unequal_heads=False)
+
     def store(self, keys: torch.Tensor, values: torch.Tensor, *, dropped: int) -> None:
         """As :meth:`CompactLayer.store`: equally many rows in each head."""
         super().store(keys, values, dropped=dropped)

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from memtrace import scopes
+from tidekv import options
 from tidekv.attention import Backend
 from tidekv.caches import CompactCache, rows_of
 from tidekv.errors import InfeasibleError
@@ -18,13 +19,16 @@ from tidekv.selectors.base import Choice, LayerEnd, Selection
 
 @dataclass(frozen=True)
 class Task:
-    """One checked prefill. ``input_ids`` is (B, S); ``choice`` None keeps every row."""
+    """One checked prefill.
+
+    ``input_ids`` is (B, S); ``choice`` None keeps every row; ``cache`` holds nothing yet.
+    """
 
     decoder: StockDecoder
     input_ids: torch.Tensor
     choice: Choice | None
     backend: Backend
-    new_cache: Callable[[], CompactCache]
+    cache: CompactCache
     keep_indices: bool
     on_layer: Callable[[int], None] | None
 
@@ -82,6 +86,7 @@ class Schedule(ABC):
         Raises:
             InfeasibleError: parameters that can't be.
         """
+        options.check(self)
         for name in ("chunk_size", "piece_rows"):
             value = getattr(self, name, 1)
             if value < 1:

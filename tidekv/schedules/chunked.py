@@ -34,7 +34,7 @@ class Chunked(Schedule):
         observers = [Observer(task) for _ in layers]
         with task.decoder.running():
             hidden = token_major(task, self.chunk_size, self.piece_rows, buffers, observers)
-            cache = task.new_cache()
+            cache = task.cache
             kept: list[Selection] = []
             for index in layers:
                 with scopes.layer(index):

@@ -39,7 +39,7 @@ class HeadOffload(Schedule):
         by_head = replace(task, backend=_one_head_at_a_time(task.backend))
         with task.decoder.running():
             hidden = token_major(by_head, self.chunk_size, self.piece_rows, stores, observers)
-            cache = task.new_cache()
+            cache = task.cache
             kept: list[Selection] = []
             for index in layers:
                 keys, values = stores.pop(0).read()

@@ -48,7 +48,7 @@ class LayerMajor(Schedule):
         """As :class:`Schedule` has it."""
         decoder = task.decoder
         decoder.stream_weights, decoder.piece_rows = self.stream_weights, self.piece_rows
-        cache = task.new_cache()
+        cache = task.cache
         kept: list[Selection] = []
         bridge: Bridge = (HostBridge if self.host_bridge else DeviceBridge)(
             task, task.spans(self.chunk_size)

@@ -46,7 +46,7 @@ class Online(Schedule):
 
         with task.decoder.running():
             hidden = token_major(task, self.chunk_size, self.piece_rows, present, observers, evict)
-            cache = task.new_cache()
+            cache = task.cache
             for index in layers:
                 keys, values = present[index].read()
                 dropped = task.prompt_tokens - keys.shape[2]

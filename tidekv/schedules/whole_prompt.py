@@ -39,13 +39,14 @@ class WholePrompt(Schedule):
 
     def check(self) -> None:
         """As :class:`Schedule` has it."""
+        super().check()
         if self.mlp_rows is not None and self.mlp_rows < 1:
             raise InfeasibleError(f"mlp_rows must be at least 1 row, not {self.mlp_rows}.")
 
     def run(self, task: Task) -> Filled:
         """As :class:`Schedule` has it."""
         model = task.decoder.model
-        cache = task.new_cache()
+        cache = task.cache
         kept: list[Selection] = []
         with ExitStack() as stack:
             stack.enter_context(_attention(model, task.backend.name))

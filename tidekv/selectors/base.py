@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from tidekv import options
 from tidekv.errors import InfeasibleError
 
 
@@ -102,6 +103,13 @@ class Selector(ABC):
     head_budgets: ClassVar[bool] = False
     #: Whether what is kept of a layer depends on other layers.
     across_layers: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            InfeasibleError: parameters that can't be.
+        """
+        options.check(self)
 
     @property
     def mandatory(self) -> int:

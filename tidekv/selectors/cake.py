@@ -55,6 +55,7 @@ class CAKE(Selector):
     across_layers = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.window < 2 or self.block_size < 1:
             raise InfeasibleError(
                 "CAKE needs window ≥ 2 (it has a variance) and block_size ≥ 1, not "

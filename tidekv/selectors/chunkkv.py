@@ -45,6 +45,7 @@ class ChunkKV(Selector):
     block_size: int = 2048
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if min(self.window, self.chunk, self.reuse, self.block_size) < 1:
             raise InfeasibleError(
                 "ChunkKV needs window, chunk, reuse and block_size ≥ 1, not "

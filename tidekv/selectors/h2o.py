@@ -40,6 +40,7 @@ class H2O(Selector):
     every_query = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.recent_share <= 1 or self.block_size < 1:
             raise InfeasibleError(
                 "H2O needs recent_share in 0..1 and block_size ≥ 1, not "

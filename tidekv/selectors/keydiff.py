@@ -27,6 +27,7 @@ class KeyDiff(Selector):
     block_size: int = 2048
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.recent < 0 or self.block_size < 1:
             raise InfeasibleError(
                 "KeyDiff needs recent ≥ 0 and block_size ≥ 1, not "

@@ -51,6 +51,7 @@ class KvPress(Selector):
     input_rows: int = field(init=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         with _told(self.press):  # the ratio of some is known after a forward only
             takes = all(hasattr(self.press, name) for name in ("compress", "compression_ratio"))
         if not takes:

@@ -20,6 +20,7 @@ class Random(Selector):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.seed < 2**32:
             raise InfeasibleError(f"Random needs a seed in 0..2³²-1, not {self.seed}.")
 

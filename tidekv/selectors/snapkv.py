@@ -41,6 +41,7 @@ class SnapKV(Selector):
     block_size: int = 2048
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.window < 1 or self.sinks < 0 or self.block_size < 1:
             raise InfeasibleError(
                 f"{type(self).__name__} needs window ≥ 1, sinks ≥ 0 and block_size ≥ 1, not "

@@ -23,6 +23,7 @@ class StreamingLLM(Selector):
     sinks: int = 4
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.sinks < 0:
             raise InfeasibleError(f"StreamingLLM needs sinks ≥ 0, not {self.sinks}.")
 

@@ -32,6 +32,7 @@ class TOVA(Selector):
     window = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.block_size < 1:
             raise InfeasibleError(f"TOVA needs block_size ≥ 1, not {self.block_size}.")
         self._rule()  # checks its part

@@ -173,6 +173,16 @@ def test_budgets_that_cant_be(kind):
     ("kind", "parameters", "message"),
     [
         (SnapKV, {"window": 0}, "SnapKV needs window ≥ 1"),
+        (SnapKV, {"window": "8"}, "window of SnapKV is a whole number, not '8'"),
+        (SnapKV, {"window": True}, "window of SnapKV is a whole number, not True"),
+        (SnapKV, {"aggregate_first": "no"}, "aggregate_first of SnapKV is true or false, not 'no'"),
+        (CAKE, {"gamma": None}, "gamma of CAKE is a number, not None"),
+        *(
+            (kind, {name: "8"}, f"{name} of {kind.__name__} is .*, not '8'")
+            for kind in KINDS
+            for name, value in options.defaults(kind).items()
+            if isinstance(value, int | float)
+        ),
         (SnapKV, {"sinks": -1}, "sinks ≥ 0"),
         (SnapKV, {"block_size": 0}, "block_size ≥ 1"),
         (SnapKV, {"kernel_size": 4}, "odd and positive"),
