@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
-from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -12,7 +11,6 @@ from tidekv.errors import InfeasibleError
 _TRUTH = {"true": True, "false": False}
 
 
-@cache
 def parameters(made: type) -> Mapping[str, inspect.Parameter]:
     """What a class can be made with, by name; each has a type and a default."""
     return dict(inspect.signature(made, eval_str=True).parameters)
