@@ -57,8 +57,9 @@ def change(log: Log, name: str) -> np.ndarray:
 
 
 def _signed(log: Log, more: tuple[Action, ...], less: tuple[Action, ...]) -> np.ndarray:
-    action = log["action"]
-    return np.isin(action, more).astype(np.int64) - np.isin(action, less)
+    signs = np.zeros(max(Mark) + 1, dtype=np.int64)
+    signs[list(more)], signs[list(less)] = 1, -1
+    return signs[log["action"]]
 
 
 class Statistics:

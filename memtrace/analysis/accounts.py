@@ -204,10 +204,8 @@ def accounts(process: ProcessTrace) -> list[Account]:
         TraceError: the trace is damaged.
     """
     contexts = process.contexts
-    devices = {
-        contexts["device"][context]
-        for context in np.flatnonzero(np.bincount(process.events["context"]))
-        if contexts["action"][context] in (*TENSOR_ACTIONS, Action.OOM)
-    }
+    holds = np.isin(contexts["action"], (*TENSOR_ACTIONS, Action.OOM))
+    holds &= np.bincount(process.events["context"], minlength=len(holds)) > 0
+    devices = {contexts["device"][context] for context in np.flatnonzero(holds)}
     found = [Account(process, device) for device in sorted(devices)]
     return sorted(found, key=lambda account: account.rank)

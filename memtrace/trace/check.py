@@ -126,7 +126,9 @@ def check_contexts(folder: Path, contexts: Mapping[str, Any], scopes: int, stack
         TraceError: the first such context, by its number.
     """
     columns = ("action", "device", "component", "previous", "scope", "stack")
-    for row, values in enumerate(zip(*(contexts[name] for name in columns), strict=True)):
+    # Plain integers: what an enumeration does with NumPy's is slow, and loses a Ctrl-C.
+    lists = (np.asarray(contexts[name], dtype=object).tolist() for name in columns)
+    for row, values in enumerate(zip(*lists, strict=True)):
         action, device, component, previous, scope, stack = values
         problem = None
         if action not in _ACTIONS:

@@ -99,6 +99,15 @@ def _read(path: Path, table: str, torn: dict[str, int]) -> pa.Table:
     return pa.Table.from_batches(batches, schema=schema)
 
 
+def _numbers(column: pa.ChunkedArray) -> np.ndarray:
+    """Integers without nulls.
+
+    ``to_numpy()`` looks for pandas: it imports it, and loses a Ctrl-C while it does.
+    """
+    parts = [np.from_dlpack(chunk) for chunk in column.chunks]
+    return np.concatenate(parts) if parts else np.empty(0, np.dtype(str(column.type)))
+
+
 @dataclass(frozen=True)
 class ProcessTrace:
     """One process of a run. Columns are NumPy arrays where they are numbers, lists otherwise."""
@@ -120,7 +129,7 @@ class ProcessTrace:
         data = _read(self.folder / f"{table}.arrow", table, self.torn)
         return {
             field.name: (
-                data.column(field.name).to_numpy()
+                _numbers(data.column(field.name))
                 if pa.types.is_integer(field.type) and data.column(field.name).null_count == 0
                 else data.column(field.name).to_pylist()
             )
