@@ -117,7 +117,7 @@ def _numbered(action: np.ndarray, address: np.ndarray) -> tuple[np.ndarray, int]
     number = np.where(born, numbers, -1)
     about = np.flatnonzero(np.isin(action, (Action.ALLOC, Action.RETAG, *_FREED)))
     order = about[np.argsort(address[about], kind="stable")]
-    allocs = action[order] == Action.ALLOC
+    allocs = born[order]  # no failure is among them
     last = np.maximum.accumulate(np.where(allocs, np.arange(len(order)), -1))
     known = last >= 0
     known[known] = address[order[last[known]]] == address[order[known]]
