@@ -262,5 +262,9 @@ class NativeAllocator(CachingRules):
 
     def drain(self) -> Log:
         """What happened since the last time."""
+        return Log.of(self.drain_rows())
+
+    def drain_rows(self) -> list[tuple[int, ...]]:
+        """The same as plain rows."""
         rows, self._rows = self._rows, []
-        return Log.of(rows)
+        return rows

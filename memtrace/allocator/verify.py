@@ -5,42 +5,26 @@ decisions are the simulator's: which block serves a request, what is cut off, wh
 asked and for how much, what is given back.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise, zip_longest
 from operator import ne
 
 import numpy as np
 
-from memtrace.allocator.device import Device
 from memtrace.allocator.log import Mark
 from memtrace.allocator.native import NativeAllocator
 from memtrace.allocator.oom import OutOfMemory
-from memtrace.allocator.requests import (
-    before_of,
-    emptied_pools,
-    fraction_of,
-    settings_of,
-    version_of,
-)
+from memtrace.allocator.recording import RETURNED, TAKEN, Difference, History
+from memtrace.allocator.requests import emptied_pools, settings_of, version_of
 from memtrace.allocator.settings import Version
-from memtrace.allocator.simulation import ENDLESS
 from memtrace.allocator.warm import Event, Warm, WarmOrder, warm_segments
 from memtrace.errors import MemtraceError
 from memtrace.trace.reader import ProcessTrace, Trace
 from memtrace.trace.schema import Action
 
-_RETURNED = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
-_TAKEN = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)
 #: One version of each rule for ties between free blocks of one size.
 _RULES: tuple[Version, ...] = ((2, 11), (2, 13), (2, 12))
-#: Larger than what any process maps into one expandable segment.
-_ROOM = 1 << 42
-
-
-class Difference(Exception):
-    """The simulator did something that the recording didn't; says what."""
 
 
 class OtherBlock(Difference):
@@ -77,55 +61,6 @@ class Verified:
     learnt: int
 
 
-class Recording(Device):
-    """A device that answers as it did in a recording.
-
-    ``script``: the segments that the allocation under way took and gave back, in order.
-    """
-
-    def __init__(self, total: int, upcoming: Callable[[], int]) -> None:
-        super().__init__(total)
-        self.script: deque[Event] = deque()
-        self.refuses = False  # the first attempt, though nothing was given back
-        self.reordered = 0
-        self._upcoming = upcoming
-
-    def _takes(self, action: Action, size: int) -> int | None:
-        """The address that the recording took then; None: it got nothing."""
-        if self.refuses or not self.script or self.script[0][0] != action:
-            self.refuses = False
-            return None
-        event = self.script.popleft()
-        if event[2] != size:
-            raise Difference(f"{size} bytes were asked of the device, not {event[2]}")
-        return event[1]
-
-    def malloc(self, size: int) -> int | None:
-        return self._takes(Action.SEGMENT_ALLOC, size)
-
-    def map(self, size: int, page: int) -> bool:
-        return self._takes(Action.SEGMENT_MAP, size) is not None
-
-    def reserve(self, size: int) -> int:
-        mapped = (event[1] for event in self.script if event[0] == Action.SEGMENT_MAP)
-        return next(mapped, None) or self._upcoming()
-
-    def free(self, address: int, size: int) -> None:
-        """Segments of private pools go back in the order of a hash table, which nobody knows."""
-        for place, event in enumerate(self.script):
-            if event[0] not in _RETURNED:
-                break
-            if event[1:3] == (address, size):
-                del self.script[place]
-                self.reordered += place > 0
-                return
-        raise Difference(f"the segment at {address:#x} was given back, which stayed")
-
-    def unmap(self, size: int) -> None:
-        if self.script and self.script[0][0] == Action.SEGMENT_UNMAP:
-            self.script.popleft()
-
-
 def verify_run(
     trace: Trace,
     torch: Version | None = None,
@@ -142,7 +77,7 @@ def verify_run(
     found = []
     for process in trace.processes:
         for device in sorted(set(process.contexts["device"])):
-            segments = np.isin(process.contexts["action"], _TAKEN) & process.contexts_on(device)
+            segments = np.isin(process.contexts["action"], TAKEN) & process.contexts_on(device)
             if not device.startswith("cuda") or not segments.any():
                 continue  # pinned memory has another allocator
             known = torch or version_of(process)
@@ -177,7 +112,7 @@ def verify(
         raise MemtraceError(f"{device} was managed by {settings.backend}, which has no history")
     warm = WarmOrder()
     while True:
-        history = _History.of(process, device)
+        history = History.of(process, device)
         # Below a fraction garbage is collected; otherwise the device itself says what fails.
         fraction = history.fraction if settings.gc_threshold > 0 else None
         allocator = NativeAllocator(history.recording, settings, version, fraction=fraction)
@@ -216,68 +151,10 @@ def verify(
     )
 
 
-class _History:
-    """The events of one device, but for retags."""
-
-    def __init__(self, process: ProcessTrace, device: str, rows: np.ndarray) -> None:
-        self.process = process
-        self.device = device
-        self.rows = rows
-        events, contexts = process.events, process.contexts
-        context = events["context"][rows]
-        names = sorted({contexts["pool"][one] for one in np.unique(context)} - {None})
-        pool = np.array([names.index(one) + 1 if one in names else 0 for one in contexts["pool"]])
-        self.columns = (
-            np.asarray(contexts["action"])[context],
-            events["id"][rows],
-            events["bytes"][rows],
-            events["requested"][rows],
-            np.asarray(contexts["stream"])[context],
-            pool[context],
-        )
-        before = before_of(process)[context]
-        #: How many of the first events tell what was there before, and how many blocks that were.
-        self.seeded = len(rows) if before.all() else int(before.argmin())
-        self.warm = int(np.count_nonzero(self.columns[0][: self.seeded] == Action.ALLOC))
-        self.at = 0
-        #: Memory of the device decides how many addresses an expandable segment takes.
-        total, self.fraction = self._device()
-        self.recording = Recording(total, self._upcoming)
-
-    @classmethod
-    def of(cls, process: ProcessTrace, device: str) -> "_History":
-        contexts = process.contexts
-        used = process.contexts_on(device) & (contexts["action"] != Action.RETAG)
-        history = cls(process, device, np.flatnonzero(used[process.events["context"]]))
-        if not np.isin(history.columns[0], _TAKEN).any():
-            raise MemtraceError(f"{device} has no segments: its allocator wasn't recorded")
-        return history
-
-    def _device(self) -> tuple[int, float | None]:
-        """Memory of the device, and what share of it may be reserved, as far as it is known."""
-        for found in (self.process.manifest.get("cuda") or {}).get("devices", []):
-            if f"cuda:{found['ordinal']}" == self.device and found["total_memory"]:
-                return int(found["total_memory"]), fraction_of(found)
-        return ENDLESS, None
-
-    def _upcoming(self) -> int:
-        """Where the next page will be mapped that doesn't continue anything."""
-        mapped = self.columns[0][self.at :] == Action.SEGMENT_MAP
-        later = np.flatnonzero(mapped)
-        return int(self.columns[1][self.at + later[0]]) if len(later) else _ROOM
-
-    def __iter__(self) -> Iterator[Event]:
-        for start in range(0, len(self.rows), 1 << 16):
-            stretch = (column[start : start + (1 << 16)].tolist() for column in self.columns)
-            for event in zip(*stretch, strict=True):
-                self.at += 1
-                yield event
-
-
 class _Replay:
     """Puts the events of an operation together, lets the allocator do it, and compares."""
 
-    def __init__(self, history: _History, allocator: NativeAllocator) -> None:
+    def __init__(self, history: History, allocator: NativeAllocator) -> None:
         self.equal = 0  # events so far
         self.first = 0  # number of the first event of the operation under way
         self._history = history
@@ -301,7 +178,7 @@ class _Replay:
         elif action in (Action.ALLOC, Action.OOM):
             self._malloc(event)
         else:
-            if action == Action.FREE_COMPLETED and any(one[0] in _RETURNED for one in self._group):
+            if action == Action.FREE_COMPLETED and any(one[0] in RETURNED for one in self._group):
                 self.end()
             self._group.append(event)
 
@@ -318,7 +195,7 @@ class _Replay:
     def end(self) -> None:
         """No allocation followed the completions and returns so far: a cache was emptied."""
         group, self._group = self._group, []
-        returned = [one for one in group if one[0] in _RETURNED]
+        returned = [one for one in group if one[0] in RETURNED]
         starts = list(emptied_pools([one[5] for one in returned]))
         for (start, pool), (end, _) in pairwise([*starts, (len(returned), 0)]):
             part = returned[start:end]
@@ -350,7 +227,7 @@ class _Replay:
         failed = action == Action.OOM
         requested = size if failed else requested
         allocator, recording = self._allocator, self._history.recording
-        returned = [one for one in group if one[0] in _RETURNED]
+        returned = [one for one in group if one[0] in RETURNED]
         # The cache was emptied before, if the device needn't have been asked, or if just that went
         # back in just that order; and other private pools ended before.
         addresses = [one[1] for one in returned]
@@ -365,14 +242,14 @@ class _Replay:
             apart += group[apart][5] not in (0, pool)
         self._group, group = group[:apart], group[apart:]
         self.end()
-        returned = [one for one in group if one[0] in _RETURNED]
+        returned = [one for one in group if one[0] in RETURNED]
         # Where the device was out of memory, all streams were waited for before it was asked again;
         # garbage is collected without waiting.
         late = failed or (bool(returned) and not allocator.collects)
         self._end_pools(returned)
         if not late:
             self._complete(group)
-        recording.script.extend(one for one in group if one[0] in (*_RETURNED, *_TAKEN))
+        recording.script.extend(one for one in group if one[0] in (*RETURNED, *TAKEN))
         try:
             allocator.malloc(requested, stream, pool or None)
             if failed:
@@ -399,7 +276,7 @@ class _Replay:
                 wanted.append((action, address, size, requested))
         found = [
             (action, size) if action == Action.OOM else (action, address, size, requested)
-            for _, action, address, size, requested, *_ in self._allocator.drain().rows.tolist()
+            for _, action, address, size, requested, *_ in self._allocator.drain_rows()
             if action < min(Mark) and action != Action.RETRY
         ]
         if found != wanted and sorted(found) != sorted(wanted):
