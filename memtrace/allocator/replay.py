@@ -24,6 +24,10 @@ _UNSEEN = (
     "memory outside the allocator",
 )
 _EVENTS = TABLES["events"].names
+# Plain integers, as in :mod:`memtrace.allocator.requests`.
+_ALLOC, _FREE, _FREE_REQUESTED, _FREE_COMPLETED = map(
+    int, (Action.ALLOC, Action.FREE, Action.FREE_REQUESTED, Action.FREE_COMPLETED)
+)
 _WITHOUT_BYTES = frozenset(
     {
         Action.SEGMENT_ALLOC,
@@ -199,7 +203,7 @@ class _Writing:
         action = rows[:, 1].copy()
         kept = self._at_once(action, rows[:, 2], like)
         action, like, event, rows = action[kept], like[kept], event[kept], rows[kept]
-        born = action == Action.ALLOC
+        born = action == _ALLOC
         blocks = requests.ops.block[rows[born, 0]]
         self._address[blocks], self._bytes[blocks] = rows[born, 2], rows[born, 3]
         stream = np.searchsorted(requests.streams, rows[:, 5])
@@ -212,12 +216,12 @@ class _Writing:
         """Make one FREE of a free that nothing waits for; which rows stay. A completion that came
         later gets the context of its free."""
         same = np.append(address[:-1] == address[1:], False)
-        completed = action == Action.FREE_COMPLETED
-        at_once = (action == Action.FREE_REQUESTED) & same & np.append(completed[1:], False)
-        action[at_once] = Action.FREE
+        completed = action == _FREE_COMPLETED
+        at_once = (action == _FREE_REQUESTED) & same & np.append(completed[1:], False)
+        action[at_once] = _FREE
         kept = ~np.append(False, at_once[:-1]) if len(action) else at_once
-        for row in np.flatnonzero(kept & (completed | (action == Action.FREE_REQUESTED))).tolist():
-            if action[row] == Action.FREE_REQUESTED:
+        for row in np.flatnonzero(kept & (completed | (action == _FREE_REQUESTED))).tolist():
+            if action[row] == _FREE_REQUESTED:
                 self._pending[int(address[row])] = int(like[row])
             else:
                 like[row] = self._pending.pop(int(address[row]))

@@ -13,7 +13,12 @@ from memtrace.errors import MemtraceError, TraceError
 from memtrace.trace.reader import ProcessTrace
 from memtrace.trace.schema import Action
 
-OOM = Action.OOM
+# Plain integers: NumPy asks the member of an enumeration for attributes, in Python up to 3.11, and
+# ignores a Ctrl-C that comes to light there.
+_ALLOC, _RETAG, _RETRY, _OOM = map(int, (Action.ALLOC, Action.RETAG, Action.RETRY, Action.OOM))
+_FREED = tuple(map(int, (Action.FREE, Action.FREE_REQUESTED, Action.FREE_COMPLETED)))
+_RETURNED = (int(Action.SEGMENT_FREE), int(Action.SEGMENT_UNMAP))
+_TAKEN = (int(Action.SEGMENT_ALLOC), int(Action.SEGMENT_MAP))
 _KINDS = {
     Action.ALLOC: Op.ALLOC,
     Action.FREE: Op.FREE,
@@ -21,9 +26,6 @@ _KINDS = {
     Action.FREE_COMPLETED: Op.COMPLETE,
     Action.OOM: Op.ALLOC,
 }
-_FREED = (Action.FREE, Action.FREE_REQUESTED, Action.FREE_COMPLETED)
-_RETURNED = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
-_TAKEN = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)
 #: Where an operation stands that is added to those of the events: before all at that place, …
 _FIRST, _BEFORE, _AFTER = range(3)
 
@@ -76,7 +78,7 @@ def requests_of(process: ProcessTrace, device: str) -> Requests:
     asked = np.flatnonzero((kinds[action] >= 0) & (number >= 0))
     extras = [
         *_emptied(action, pool[context], process),
-        *((place, _AFTER, Op.FREE, number[place], 0) for place in np.flatnonzero(action == OOM)),
+        *((place, _AFTER, Op.FREE, number[place], 0) for place in np.flatnonzero(action == _OOM)),
         *_pools(action, pool[context]),
     ]
     extras.sort(key=lambda extra: extra[:2])
@@ -94,9 +96,9 @@ def requests_of(process: ProcessTrace, device: str) -> Requests:
         stream=np.where(alloc, np.asarray(contexts["stream"])[own], 0),
         pool=np.where(alloc, pool[own], np.insert(np.zeros(len(asked), np.int16), at, added[:, 4])),
     )
-    warm = np.count_nonzero((action == Action.ALLOC) & before_of(process)[context])
+    warm = np.count_nonzero((action == _ALLOC) & before_of(process)[context])
     streams = tuple(np.unique(ops.stream).tolist())
-    tagged = np.flatnonzero((action == Action.RETAG) & (number >= 0))
+    tagged = np.flatnonzero((action == _RETAG) & (number >= 0))
     return Requests(
         process=process,
         device=device,
@@ -112,17 +114,17 @@ def requests_of(process: ProcessTrace, device: str) -> Requests:
 
 def _numbered(action: np.ndarray, address: np.ndarray) -> tuple[np.ndarray, int]:
     """The number of the block that each event is about, -1 for none; how many know none."""
-    born = (action == Action.ALLOC) | (action == OOM)
+    born = (action == _ALLOC) | (action == _OOM)
     numbers = np.cumsum(born) - 1
     number = np.where(born, numbers, -1)
-    about = np.flatnonzero(np.isin(action, (Action.ALLOC, Action.RETAG, *_FREED)))
+    about = np.flatnonzero(np.isin(action, (_ALLOC, _RETAG, *_FREED)))
     order = about[np.argsort(address[about], kind="stable")]
     allocs = born[order]  # no failure is among them
     last = np.maximum.accumulate(np.where(allocs, np.arange(len(order)), -1))
     known = last >= 0
     known[known] = address[order[last[known]]] == address[order[known]]
     number[order[known]] = numbers[order[last[known]]]
-    return number, int(np.count_nonzero(~known & (action[order] != Action.RETAG)))
+    return number, int(np.count_nonzero(~known & (action[order] != _RETAG)))
 
 
 def _bytes_asked(process: ProcessTrace, rows: np.ndarray, action: np.ndarray) -> np.ndarray:
@@ -130,7 +132,7 @@ def _bytes_asked(process: ProcessTrace, rows: np.ndarray, action: np.ndarray) ->
     events = process.events
     if not isinstance(events["requested"], np.ndarray):
         raise TraceError(f"{process.folder} is damaged: events has rows without requested")
-    return np.where(action == OOM, events["bytes"][rows], events["requested"][rows])
+    return np.where(action == _OOM, events["bytes"][rows], events["requested"][rows])
 
 
 def _emptied(
@@ -138,13 +140,13 @@ def _emptied(
 ) -> Iterator[tuple[int, int, int, int, int]]:
     """Operations where ``empty_cache()`` was called, or a private pool ended: segments went back
     that no allocation asked for."""
-    moves = np.flatnonzero(action != Action.RETAG)
+    moves = np.flatnonzero(action != _RETAG)
     back = np.isin(action[moves], _RETURNED)
     begins = np.flatnonzero(back & ~np.append(False, back[:-1]))
     ends = np.flatnonzero(back & ~np.append(back[1:], False)) + 1
     following = np.append(action[moves], -1)[ends]
     settings = settings_of(process)
-    inside = following == Action.RETRY
+    inside = following == _RETRY
     # These give segments back by themselves, right before they take one.
     if settings.gc_threshold > 0 or settings.max_split_size < UNLIMITED:
         inside |= np.isin(following, _TAKEN)
@@ -173,7 +175,7 @@ def _pools(action: np.ndarray, pool: np.ndarray) -> Iterator[tuple[int, int, int
     """Operations that open each private pool, and release it where its segments went back."""
     for number in range(1, int(pool.max(initial=0)) + 1):
         own = pool == number
-        used = np.flatnonzero(own & (action == Action.ALLOC))
+        used = np.flatnonzero(own & (action == _ALLOC))
         back = np.flatnonzero(own & np.isin(action, _RETURNED))
         if not len(used):
             continue
