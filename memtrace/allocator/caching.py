@@ -260,12 +260,9 @@ class CachingRules:
     def _expandable_block(self, pool: Pool, size: int, stream: int) -> Block | None:
         """Where free and unmapped blocks of one stream have room in a row; None: not even a new
         segment has."""
-        for _, block in pool.unmapped.get(stream, ()):
-            start = block
-            if block.prev is not None and block.prev.is_free:
-                start = block.prev
-            if has_room(start, size):
-                return start
+        start = self._with_room(pool, size, stream)
+        if start is not None:
+            return start
         page = SMALL_SEGMENT if pool.small else self.settings.large_segment
         whole = -(-self.settings.reservation(self.device.total) // page) * page or page
         if whole < size:
@@ -276,6 +273,16 @@ class CachingRules:
         block.mapped = False
         pool.put_unmapped(block)
         return block
+
+    def _with_room(self, pool: Pool, size: int, stream: int) -> Block | None:
+        """Where the segments that there are have that room."""
+        for _, block in pool.unmapped.get(stream, ()):
+            start = block
+            if block.prev is not None and block.prev.is_free:
+                start = block.prev
+            if has_room(start, size):
+                return start
+        return None
 
     def _map(self, block: Block, size: int) -> bool:
         """Put memory behind the first ``size`` bytes of an unmapped block, in whole pages."""

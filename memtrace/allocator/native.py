@@ -173,7 +173,18 @@ class NativeAllocator(CachingRules):
     def serves(self, requested: int, stream: int = 0, pool: int | None = None) -> bool:
         """Whether a free block would serve such a request now, without the device."""
         size = self.settings.round(requested)
-        return self._best_fit(self._pool(self._owner(pool), size), size, stream) is not None
+        found = self._pool(self._owner(pool), size)
+        if self._best_fit(found, size, stream) is not None:
+            return True
+        # An expandable segment begins to grow at a free block, which may be large enough: one that
+        # ``max_split_size_mb`` keeps from being the best fit.
+        if (
+            not self.settings.expandable
+            or self.reserved + self.settings.segment(size) > self.allowed
+        ):
+            return False
+        start = self._with_room(found, size, stream)
+        return start is not None and start.mapped and start.size >= size
 
     def releasable(self) -> list[int]:
         """Addresses of the segments that :meth:`empty_cache` would give back now, in order."""

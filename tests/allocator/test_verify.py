@@ -12,8 +12,10 @@ from memtrace.cli import main
 from memtrace.errors import MemtraceError
 from memtrace.interchange.importer import import_snapshot
 from memtrace.trace.reader import open_trace
-from tests.interchange.snapshots import ALL, OWN, load, marked
+from memtrace.trace.schema import Action
+from tests.interchange.snapshots import ALL, MIB, OWN, load, marked
 from tests.interchange.test_mutated import added, history, raw, values
+from tests.synthetic import History
 
 #: Made by a generator: no allocator can have done that.
 IMPOSSIBLE = "synthetic"
@@ -38,6 +40,25 @@ def test_an_impossible_history_is_said(
     import_snapshot(file, tmp_path / "run")
     assert main(["replay", str(tmp_path / "run"), "--verify"]) == 1
     assert "events of the process are missing" in capsys.readouterr().out
+
+
+def test_a_cache_is_emptied_before_an_expandable_segment_grows_again(tmp_path: Path) -> None:
+    """A block over the limit serves no small request, but a segment may grow from it."""
+    history = History()
+
+    def event(action: Action, size: int, component: str | None = None) -> None:
+        history.event(action, 0x7000000, size, component, device="cuda:0")
+
+    event(Action.SEGMENT_MAP, 40 * MIB)
+    event(Action.ALLOC, 40 * MIB, "other")
+    event(Action.FREE, 40 * MIB, "other")
+    event(Action.SEGMENT_UNMAP, 40 * MIB)
+    event(Action.SEGMENT_MAP, 20 * MIB)
+    event(Action.ALLOC, 5 * MIB, "other")
+    settings = {"expandable_segments": True, "max_split_size": 20 * MIB}
+    history.write(tmp_path / "run", process={"allocator_settings": settings})
+    (found,) = verify_run(open_trace(tmp_path / "run"))
+    assert found.difference is None
 
 
 @pytest.mark.parametrize("mutate", [values, history, raw, added])
