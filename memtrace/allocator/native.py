@@ -35,7 +35,10 @@ class NativeAllocator(CachingRules):
 
         Raises:
             OutOfMemory: where PyTorch does.
+            ValueError: the size is negative.
         """
+        if requested < 0:
+            raise ValueError(f"{requested} bytes are no size of a block")
         if requested == 0:
             return 0
         owner = self._owner(pool)
@@ -107,12 +110,24 @@ class NativeAllocator(CachingRules):
         self._scopes.append(pool)
 
     def end_pool(self, number: int) -> None:
-        """The pool's scope ends."""
+        """The pool's scope ends.
+
+        Raises:
+            KeyError: it isn't open.
+        """
+        if self._private[number] not in self._scopes:
+            raise KeyError(number)
         self._scopes.remove(self._private[number])
 
     def release_pool(self, number: int) -> None:
-        """One user of the pool less; without any its free segments can be given back."""
+        """One user of the pool less; without any its free segments can be given back.
+
+        Raises:
+            KeyError: it has no user.
+        """
         pool = self._private[number]
+        if pool.uses == 0:
+            raise KeyError(number)
         pool.uses -= 1
         if pool.uses == 0:
             self._freeable[number] = pool

@@ -334,6 +334,31 @@ def test_advice_with_expandable_segments_depends_on_the_version(torch: Version, 
     assert str(failed.value).endswith(end)
 
 
+@pytest.mark.parametrize(
+    ("misuse", "error"),
+    [
+        (lambda one: one.malloc(-1), ValueError),
+        (lambda one: one.free(12345), KeyError),
+        (lambda one: one.free_later(12345), KeyError),
+        (lambda one: one.record_stream(12345, 1), KeyError),
+        (lambda one: one.end_pool(1), KeyError),
+        (lambda one: one.release_pool(1), KeyError),
+        (lambda one: (one.begin_pool(1), one.end_pool(1), one.end_pool(1)), KeyError),
+        (lambda one: (one.begin_pool(1), one.release_pool(1), one.release_pool(1)), KeyError),
+        (lambda one: one.malloc(1 << 60), OutOfMemory),
+    ],
+)
+def test_wrong_use_is_an_error_that_harms_nothing(
+    misuse: Callable[[NativeAllocator], object], error: type[Exception]
+) -> None:
+    allocator = NativeAllocator(Device(100 * MIB))
+    address = allocator.malloc(5000)
+    with pytest.raises(error):
+        misuse(allocator)
+    allocator.check()
+    assert allocator.holds(address)
+
+
 def test_no_bytes_are_no_allocation() -> None:
     allocator = made()
     assert allocator.malloc(0) == 0
