@@ -103,7 +103,7 @@ class Settings:
                 known = ", ".join(name for name, one in _KEYS.items() if torch >= one.since)
                 version = ".".join(map(str, torch))
                 raise SettingsError(
-                    f"{key!r} is no setting of torch {version}'s allocator; it has {known}"
+                    f"{_quoted(key)} is no setting of torch {version}'s allocator; it has {known}"
                 )
             value = reader.read(tokens, key)
             if reader.sets and value is not None:
@@ -218,7 +218,9 @@ class _Tokens:
         found = self.next(key)
         if found != mark:
             after = f" after {key}" if key else ""
-            raise SettingsError(f"the allocator settings have {found!r}{after}, not {mark!r}")
+            raise SettingsError(
+                f"the allocator settings have {_quoted(found)}{after}, not {mark!r}"
+            )
 
     def value(self, key: str) -> str:
         self.expect(":", key)
@@ -227,10 +229,15 @@ class _Tokens:
 
 def _number(text: str, key: str) -> int:
     """A leading integer is enough, and a negative one wraps around: so C++ reads it."""
-    found = re.match(r"[+-]?\d+", text)
-    if not found or abs(number := int(found[0])) > UNLIMITED:
-        raise SettingsError(f"{key} is a number, not {text!r}")
-    return number & UNLIMITED
+    found = re.match(r"([+-]?)0*(\d{1,20})(?!\d)", text)
+    if not found or (number := int(found[2])) > UNLIMITED:
+        raise SettingsError(f"{key} is a number, not {_quoted(text)}")
+    return (-number if found[1] == "-" else number) & UNLIMITED
+
+
+def _quoted(text: str) -> str:
+    """What a settings string has there, so short that a sentence can say it."""
+    return repr(text if len(text) <= 40 else f"{text[:40]}…")
 
 
 def _at_least(key: str, size: int, least: int) -> None:
@@ -257,7 +264,7 @@ def _share(accepts: Callable[[float], bool], expected: str) -> Callable[[_Tokens
         text = tokens.value(key)
         found = re.match(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", text)
         if not found or not accepts(float(found[0])):
-            raise SettingsError(f"{key} is a number {expected}, not {text!r}")
+            raise SettingsError(f"{key} is a number {expected}, not {_quoted(text)}")
         return float(found[0])
 
     return read
@@ -266,7 +273,7 @@ def _share(accepts: Callable[[float], bool], expected: str) -> Callable[[_Tokens
 def _flag(tokens: _Tokens, key: str) -> bool:
     text = tokens.value(key)
     if text not in ("True", "False"):
-        raise SettingsError(f"{key} is True or False, not {text!r}")
+        raise SettingsError(f"{key} is True or False, not {_quoted(text)}")
     return text == "True"
 
 
@@ -322,14 +329,14 @@ def _reserve_by_class(tokens: _Tokens, key: str) -> None:
 def _power(text: str, key: str) -> int:
     number = _number(text, key)
     if number == 0 or number & (number - 1):
-        raise SettingsError(f"{key} takes powers of two, not {text!r}")
+        raise SettingsError(f"{key} takes powers of two, not {_quoted(text)}")
     return number
 
 
 def _backend(tokens: _Tokens, key: str) -> str:
     text = tokens.value(key)
     if text not in ("native", "cudaMallocAsync"):
-        raise SettingsError(f"{key} is native or cudaMallocAsync, not {text!r}")
+        raise SettingsError(f"{key} is native or cudaMallocAsync, not {_quoted(text)}")
     return text
 
 
