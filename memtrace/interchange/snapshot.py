@@ -166,6 +166,8 @@ def _settings(found: Any) -> tuple[Settings, Data | None]:
         or not isinstance(divisions, dict)
         or type(found.get("max_split_size", -1)) is not int
         or any(type(value) is not int or value < 0 for value in divisions.values())
+        or type(share := found.get("garbage_collection_threshold", 0.0)) not in (int, float)
+        or not 0 <= share < 1
     ):
         raise _Wrong("its allocator_settings have values of a wrong type")
     plain = (str, int, float, bool)

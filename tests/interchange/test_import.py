@@ -548,6 +548,13 @@ WRONG: dict[str, tuple[Any, str]] = {
     "metadata of 4": (_texts(4), "whose 'user_metadata' is no text"),  # type: ignore[arg-type]
     "pools of text": (_texts("", pool_id="x"), "a pool that isn't named by two numbers"),
     "settings of text": ({"segments": [], "allocator_settings": "x"}, "allocator_settings"),
+    **{
+        f"a threshold of {share}": (
+            {"segments": [], "allocator_settings": {"garbage_collection_threshold": share}},
+            "allocator_settings",
+        )
+        for share in (None, "x", -1, 1.0, float("nan"))
+    },
     "an annotation of 5": (
         {"segments": [], "external_annotations": [{"name": 5, "stage": "START"}]},
         "whose 'name' is no text",
