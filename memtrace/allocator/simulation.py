@@ -116,23 +116,28 @@ def smallest_memory(
     *,
     progress: Progress = lambda done: None,
     ops_in_all: int = 0,
-) -> int:
+) -> int | None:
     """The smallest memory of a device on which nothing fails, by bisection, in steps of 2 MiB.
 
-    What is used outside the allocator (``setup.outside``) is part of it.
+    What is used outside the allocator (``setup.outside``) is part of it. None: there is no such
+    device, since the settings themselves refuse something.
     """
 
     def at(total: int) -> Outcome:
-        tried = replace(setup, total=total, fraction=None)
+        tried = replace(setup, total=total)
         return simulate(
             requests, tried, progress=progress, stop_at_failure=True, ops_in_all=ops_in_all
         )
 
     free = at(ENDLESS)
-    # With less than what is allocated at the peak something fails; with what an endless device's
-    # allocator reserves, nothing does.
+    if not free.fits:
+        return None
+    # With less than what is allocated at the peak something fails. What an endless device's
+    # allocator reserves is enough, unless the settings allow or address a share of the memory only.
     low = free.allocated_peak // ROUND_LARGE
     high = (free.reserved_peak + ROUND_LARGE - 1) // ROUND_LARGE
+    while not at(high * ROUND_LARGE + setup.outside).fits:
+        low, high = high + 1, 2 * high
     while low < high:
         middle = (low + high) // 2
         if at(middle * ROUND_LARGE + setup.outside).fits:

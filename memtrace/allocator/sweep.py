@@ -5,7 +5,14 @@ from dataclasses import dataclass, replace
 
 from memtrace.allocator.requests import Requests
 from memtrace.allocator.settings import Settings, SettingsError, Version
-from memtrace.allocator.simulation import Outcome, Progress, Setup, simulate, smallest_memory
+from memtrace.allocator.simulation import (
+    ENDLESS,
+    Outcome,
+    Progress,
+    Setup,
+    simulate,
+    smallest_memory,
+)
 
 #: Settings that people try, each for a reason of its own.
 GRID = (
@@ -33,17 +40,21 @@ PASSES = 12
 
 @dataclass(frozen=True)
 class Trial:
-    """One settings string, and what it led to; ``memory``: the smallest device it fits, bytes."""
+    """One settings string, and what it led to.
+
+    ``memory``: the smallest device it fits, bytes; None: it fits none.
+    """
 
     conf: str
     outcome: Outcome
-    memory: int
+    memory: int | None
 
     @property
     def rank(self) -> tuple[int, int, int, int, int]:
         """Sorts the best first: what fits, then the smallest device, fewest retries."""
         one = self.outcome
-        return one.failures, self.memory, one.retries, one.reserved_peak, len(self.conf)
+        memory = ENDLESS if self.memory is None else self.memory
+        return one.failures, memory, one.retries, one.reserved_peak, len(self.conf)
 
 
 def grid(torch: Version, fraction: float | None) -> list[str]:

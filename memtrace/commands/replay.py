@@ -13,6 +13,7 @@ examples:
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -115,7 +116,9 @@ def _setup(args: argparse.Namespace, setup: "Setup") -> "Setup":
             raise MemtraceError("a device without memory has no allocator")
         setup = replace(setup, total=total, outside=0)
     if args.device is not None:
-        card = choose(args.device)[0]
+        card, *others = choose(args.device)
+        if others:
+            raise MemtraceError(f"--device takes one card, and {args.device!r} names several")
         setup = replace(setup, total=card.total, outside=card.context or 0)
     return setup
 
@@ -210,7 +213,7 @@ def _table(order: "Sequence[Trial]") -> "RenderableType":
     for trial in order:
         one = trial.outcome
         table.add_row(
-            size(trial.memory),
+            "none" if trial.memory is None else size(trial.memory),
             size(one.reserved_peak),
             size(one.inactive_split_peak),
             size(one.largest_free),
@@ -230,7 +233,7 @@ def _advice(order: "Sequence[Trial]") -> list[str]:
     if best.rank[:-1] >= own.rank[:-1]:
         return ["None of these is better than the run's own settings."]
     return [
-        f"export PYTORCH_CUDA_ALLOC_CONF={best.conf}"
+        f"export PYTORCH_CUDA_ALLOC_CONF={shlex.quote(best.conf)}"
         if best.conf
         else "unset PYTORCH_CUDA_ALLOC_CONF"
     ]
@@ -387,6 +390,11 @@ def _verify(trace: "Trace", args: argparse.Namespace) -> int:
     from memtrace.allocator.settings import parse_version
     from memtrace.allocator.verify import verify_run
 
+    if args.conf or args.allocator or args.memory or args.device:
+        raise MemtraceError(
+            "--verify replays under the run's own settings: no --conf, --allocator, --memory or "
+            "--device"
+        )
     torch = None if args.torch is None else parse_version(args.torch)
     events = sum(len(process.events["id"]) for process in trace.processes)
     with _bar(events, "verify") as progress:

@@ -136,8 +136,31 @@ def test_the_smallest_memory_is_enough_and_less_is_not(tmp_path: Path) -> None:
     for conf in CONFS:
         setup = Setup(Settings.parse(conf), outside=64 * MiB)
         memory = smallest_memory(requests, setup)
+        assert memory is not None
         assert simulate(requests, replace(setup, total=memory)).fits
         assert not simulate(requests, replace(setup, total=memory - 2 * MiB)).fits
+
+
+@pytest.mark.parametrize(
+    ("conf", "fraction"),
+    [
+        ("per_process_memory_fraction:0.5", None),
+        ("expandable_segments:True,per_process_memory_fraction:0.3", None),
+        ("expandable_segments:True,expandable_segments_reserve:0.1", None),
+        ("garbage_collection_threshold:0.6", 0.7),
+        ("", 0.5),
+    ],
+)
+def test_a_share_of_the_smallest_memory_is_enough(
+    conf: str, fraction: float | None, tmp_path: Path
+) -> None:
+    big(prefill(layers=6, chunks=4)).write(tmp_path / "run.memtrace")
+    (requests,) = replayable(open_trace(tmp_path / "run.memtrace"))
+    setup = Setup(Settings.parse(conf), outside=64 * MiB, fraction=fraction)
+    memory = smallest_memory(requests, setup)
+    assert memory is not None
+    assert simulate(requests, replace(setup, total=memory)).fits
+    assert not simulate(requests, replace(setup, total=memory - 2 * MiB)).fits
 
 
 def test_a_request_that_failed_is_asked_again(tmp_path: Path) -> None:
@@ -159,6 +182,16 @@ def test_a_request_that_failed_is_asked_again(tmp_path: Path) -> None:
     enough = simulate(requests, replace(setup, total=100 * MiB))
     assert enough.fits
     assert enough.allocated_peak == 52 * MiB  # at once given back: the program never had it
+
+
+def test_another_devices_private_pools_are_not_this_ones(tmp_path: Path) -> None:
+    history = History()
+    history.event(Action.ALLOC, 1, MiB, "other", device="cuda:0", pool="0.1")
+    history.event(Action.ALLOC, 2, MiB, "other", device="cuda:1", pool="0.2")
+    history.event(Action.ALLOC, 3, MiB, "other", device="cuda:2")
+    history.write(tmp_path / "run.memtrace")
+    found = {one.device: one.pools for one in replayable(open_trace(tmp_path / "run.memtrace"))}
+    assert found == {"cuda:0": ("0.1",), "cuda:1": ("0.2",), "cuda:2": ()}
 
 
 # -- bounds --------------------------------------------------------------------------------------
@@ -221,6 +254,28 @@ def test_conf_may_be_repeated(run: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert found == {"as recorded", *CONFS[1:3]}
 
 
+def test_settings_that_fit_no_device(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["replay", str(run), "--conf", "per_process_memory_fraction:0"]
+    assert main([*argv, "--json"]) == 0
+    best, worst = json.loads(capsys.readouterr().out)["trials"]
+    assert best["settings"] == "as recorded"
+    assert worst["smallest_memory"] is None
+    assert main(argv) == 0
+    assert "none" in capsys.readouterr().out
+
+
+def test_the_line_to_export_is_one_for_the_shell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    history = History()
+    history.alloc(33 * MiB, "model")
+    halves = {"allocator_settings": {"roundup_power2_divisions": {"32": 2}}}
+    history.write(tmp_path / "run.memtrace", process=halves)
+    conf = "roundup_power2_divisions:[32:4,>:8]"
+    assert main(["replay", str(tmp_path / "run.memtrace"), "--conf", conf]) == 0
+    assert f"export PYTORCH_CUDA_ALLOC_CONF='{conf}'" in capsys.readouterr().out
+
+
 def test_a_run_is_written(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.memtrace"
     argv = ["replay", str(run), "--allocator", "expandable", "--memory", "8 GiB", "-o", str(out)]
@@ -264,7 +319,10 @@ def test_verification_finds_a_changed_event(
         (["--allocator", "async", "--conf", ""], "bounds only"),
         (["--conf", "backend:cudaMallocAsync"], "--allocator async"),
         (["--conf", CONFS[1], "--conf", CONFS[2], "-o", "x"], "one --conf"),
+        (["--device", "l4-24g,a100-40g"], "takes one card"),
         (["--verify"], "no segments"),
+        (["--verify", "--conf", CONFS[1]], "own settings"),
+        (["--verify", "--device", "l4-24g"], "own settings"),
     ],
 )
 def test_bad_requests_get_one_sentence(
