@@ -16,6 +16,7 @@ JSON_SCHEMA = 2
 _EPILOG = """\
 examples:
   tidekv run --model smollm2 --prompt-file traces/demo-prompt.txt
+  tidekv serve-trace traces/mixed-150-cpu.jsonl
   tidekv methods
   tidekv fidelity --dtype bfloat16
   tidekv fetch smollm2
@@ -40,6 +41,20 @@ was generated), decode_tokens_per_s (null below two tokens), text (null without 
 exit status: 0 done, 1 out of memory or disk, 2 bad input, 130 interrupted.
 """
 
+
+_SERVE_EPILOG = """\
+examples:
+  memtrace record -o served.memtrace -- tidekv serve-trace traces/mixed-150-cpu.jsonl
+  memtrace record --virtual-gpu a100-40g -o served.memtrace -- tidekv serve-trace \\
+      traces/mixed-150.jsonl --model llama-3.1-8b --device cuda --budget 4096
+
+A line a request; --json: schema, id, prompt_tokens, new_tokens, outcome (ok, oom or error),
+seconds, first_token_s, tokens_per_s, error (null where there is none). A request that fails is told
+of, and the next one goes on.
+
+exit status: 0 all answered, 1 out of memory or disk, 2 bad input or a request failed,
+130 interrupted.
+"""
 
 _FIDELITY = """\
 Compare each way to read a prompt with one forward over it: hidden states (the
@@ -104,31 +119,13 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run.set_defaults(command=_run)
-    run.add_argument(
-        "--model",
-        default="smollm2",
-        help="smollm2, llama-3.1-8b, mistral-7b-v0.2 (the last two without trained weights), "
-        "a folder or a hub id (default: %(default)s)",
-    )
+    _add_model(run)
     prompt = run.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 text")
     prompt.add_argument(
         "--prompt-tokens", type=int, metavar="N", help="N random tokens, for measuring"
     )
-    run.add_argument("--schedule", default="layer_major", help="default: %(default)s")
-    run.add_argument("--selector", default="snapkv", help="or none (default: %(default)s)")
-    run.add_argument(
-        "--cache", default="full_precision", help="or kivi: 2 bits (default: %(default)s)"
-    )
-    run.add_argument(
-        "--budget",
-        type=_budget,
-        help="rows kept per layer and KV head, or a share such as 0.25 (default: 1024, or the "
-        "whole prompt where it is shorter)",
-    )
-    run.add_argument(
-        "--chunk-size", type=int, metavar="N", help="rows, for schedules with chunks (default: 512)"
-    )
+    _add_methods(run)
     run.add_argument(
         "--max-new-tokens",
         type=int,
@@ -136,24 +133,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="0: read the prompt only (default: %(default)s)",
     )
-    for what in ("schedule", "selector", "cache"):
-        run.add_argument(
-            f"--{what}-option",
-            action="append",
-            default=[],
-            metavar="NAME=VALUE",
-            help=f"a parameter of the {what}, see tidekv methods; can be repeated",
-        )
-    run.add_argument(
-        "--scoring", default="blockwise", help="blockwise or dense (default: %(default)s)"
-    )
-    run.add_argument(
-        "--attention",
-        default="sdpa",
-        help="sdpa, eager or flash_attention_2 (default: %(default)s)",
-    )
-    run.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's own)")
-    run.add_argument("--device", default="cpu", help="default: %(default)s")
     run.add_argument("--json", action="store_true", help="print one JSON object instead")
 
     memory = run.add_argument_group("less memory during the prefill, with layer_major")
@@ -171,6 +150,8 @@ def _parser() -> argparse.ArgumentParser:
         ("--host-embeddings", "embeddings and head are on the host; the head visits at the end"),
     ):
         memory.add_argument(flag, action="store_true", default=None, help=text)
+
+    _add_workloads(commands)
 
     fetch = commands.add_parser(
         "fetch",
@@ -222,6 +203,95 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_workloads(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    serve = commands.add_parser(
+        "serve-trace",
+        help="answer a workload in one process",
+        description="Answer the requests of a workload one after the other, in one process.",
+        epilog=_SERVE_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    serve.set_defaults(command=_serve, piece_rows=None, stream_weights=None)
+    serve.set_defaults(host_bridge=None, park_caches=None, host_embeddings=None)
+    serve.add_argument("workload", type=Path, metavar="WORKLOAD", help="a .jsonl file")
+    _add_model(serve)
+    _add_methods(serve)
+    serve.add_argument("--requests", type=int, metavar="N", help="the first N only")
+    serve.add_argument("--json", action="store_true", help="print one JSON object a request")
+
+    workload = commands.add_parser("workload", help="make a workload")
+    kinds = workload.add_subparsers(required=True, metavar="COMMAND")
+    make = kinds.add_parser(
+        "make",
+        help="make a workload",
+        description="Make a list of requests of many lengths, the same for the same seed.",
+        epilog="example:\n  tidekv workload make mixed --lengths 1024 8192 65536 -o mix.jsonl\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    make.set_defaults(command=_workload)
+    make.add_argument(
+        "kind",
+        help="mixed (cycles over the lengths), zipf (mostly short), long-tail (a few very long) or "
+        "bursty (runs of one length)",
+    )
+    make.add_argument("--lengths", type=int, nargs="+", metavar="N", help="prompt tokens, of mixed")
+    make.add_argument(
+        "--shortest", type=int, default=1024, metavar="N", help="default: %(default)s"
+    )
+    make.add_argument(
+        "--longest", type=int, default=131072, metavar="N", help="default: %(default)s"
+    )
+    make.add_argument("--requests", type=int, default=150, metavar="N", help="default: %(default)s")
+    make.add_argument("--new-tokens", type=int, default=8, metavar="N", help="default: %(default)s")
+    make.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    make.add_argument("-o", "--output", type=Path, metavar="FILE", required=True)
+
+
+def _add_model(run: argparse.ArgumentParser) -> None:
+    run.add_argument(
+        "--model",
+        default="smollm2",
+        help="smollm2, llama-3.1-8b, mistral-7b-v0.2 (the last two without trained weights), "
+        "a folder or a hub id (default: %(default)s)",
+    )
+
+
+def _add_methods(run: argparse.ArgumentParser) -> None:
+    """How a prompt is read, and by what."""
+    run.add_argument("--schedule", default="layer_major", help="default: %(default)s")
+    run.add_argument("--selector", default="snapkv", help="or none (default: %(default)s)")
+    run.add_argument(
+        "--cache", default="full_precision", help="or kivi: 2 bits (default: %(default)s)"
+    )
+    run.add_argument(
+        "--budget",
+        type=_budget,
+        help="rows kept per layer and KV head, or a share such as 0.25 (default: 1024, or the "
+        "whole prompt where it is shorter)",
+    )
+    run.add_argument(
+        "--chunk-size", type=int, metavar="N", help="rows, for schedules with chunks (default: 512)"
+    )
+    for what in ("schedule", "selector", "cache"):
+        run.add_argument(
+            f"--{what}-option",
+            action="append",
+            default=[],
+            metavar="NAME=VALUE",
+            help=f"a parameter of the {what}, see tidekv methods; can be repeated",
+        )
+    run.add_argument(
+        "--scoring", default="blockwise", help="blockwise or dense (default: %(default)s)"
+    )
+    run.add_argument(
+        "--attention",
+        default="sdpa",
+        help="sdpa, eager or flash_attention_2 (default: %(default)s)",
+    )
+    run.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's own)")
+    run.add_argument("--device", default="cpu", help="default: %(default)s")
+
+
 def _budget(text: str) -> int | float:
     try:
         return int(text)
@@ -240,6 +310,45 @@ def _run(arguments: argparse.Namespace) -> None:
         print(json.dumps({"schema": JSON_SCHEMA, **outcome.as_json()}))
     else:
         print(outcome.summary())
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    from tidekv import serving, workloads
+    from tidekv.progress import progress_bar
+
+    requests = workloads.load(arguments.workload)[: arguments.requests]
+    failed = 0
+    with progress_bar("Requests", total=len(requests)) as done:
+        for served in serving.serve(arguments, requests):
+            failed += served.outcome != "ok"
+            print(
+                json.dumps({"schema": JSON_SCHEMA, **served.as_json()})
+                if arguments.json
+                else served.summary(),
+                flush=True,
+            )
+            done()
+    if failed:
+        raise TidekvError(f"{failed} of {len(requests)} requests failed.")
+
+
+def _workload(arguments: argparse.Namespace) -> None:
+    from tidekv import workloads
+
+    if arguments.output.exists():
+        raise TidekvError(f"{arguments.output} is there already; remove it or name another file.")
+    made = workloads.make(
+        arguments.kind,
+        shortest=arguments.shortest,
+        longest=arguments.longest,
+        requests=arguments.requests,
+        new_tokens=arguments.new_tokens,
+        seed=arguments.seed,
+        lengths=arguments.lengths,
+    )
+    workloads.save(made, arguments.output)
+    tokens = sum(request.prompt_tokens or 0 for request in made)
+    print(f"{arguments.output}: {len(made)} requests, {tokens:,} prompt tokens")
 
 
 def _fetch(_: argparse.Namespace) -> None:

@@ -76,12 +76,30 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class _Methods:
+class Methods:
     """What was chosen on the command line."""
 
     schedule: Schedule
     selector: Selector | None
     cache_parameters: dict[str, Any]
+
+
+def methods_of(arguments: argparse.Namespace) -> Methods:
+    """The schedule, the selector and the cache, checked against each other.
+
+    Raises:
+        TidekvError: one isn't there, has no such parameter, or they don't go together.
+    """
+    schedule, selector = _schedule(arguments), _selector(arguments)
+    cache_of(schedule, selector, arguments.cache)
+    return Methods(schedule, selector, _cache_parameters(arguments))
+
+
+def budget_of(arguments: argparse.Namespace, prompt_tokens: int) -> int | float:
+    """The budget that was asked for, else the default one or the whole prompt."""
+    if arguments.budget is not None:
+        return arguments.budget
+    return min(_DEFAULT_BUDGET, prompt_tokens)
 
 
 def run(arguments: argparse.Namespace, *, stream: bool) -> Outcome:
@@ -92,14 +110,13 @@ def run(arguments: argparse.Namespace, *, stream: bool) -> Outcome:
     """
     if arguments.max_new_tokens < 0:
         raise TidekvError(f"--max-new-tokens must be at least 0, not {arguments.max_new_tokens}.")
-    schedule = _schedule(arguments)
+    methods = methods_of(arguments)  # checked before the model is loaded
     dtype, device = dtype_of(arguments.dtype), device_of(arguments.device)
+    schedule = methods.schedule
     streams = isinstance(schedule, LayerMajor) and schedule.stream_weights
     on_host = streams or arguments.host_embeddings
     if isinstance(schedule, LayerMajor) and on_host:
-        schedule = replace(schedule, device=device)
-    methods = _Methods(schedule, _selector(arguments), _cache_parameters(arguments))
-    cache_of(schedule, methods.selector, arguments.cache)  # checks, before the model is loaded
+        methods = replace(methods, schedule=replace(schedule, device=device))
     with memory_errors():
         model, tokenizer = load_model(
             arguments.model,
@@ -126,7 +143,7 @@ def _place_layers(name: str, model: Any, device: str, streams: bool) -> None:
 
 def _answer(
     arguments: argparse.Namespace,
-    methods: _Methods,
+    methods: Methods,
     model: Any,
     tokenizer: Any,
     input_ids: torch.Tensor,
@@ -134,12 +151,11 @@ def _answer(
 ) -> Outcome:
     prompt_tokens = input_ids.shape[1]
     printer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    clock = _Clock(printer if stream and tokenizer is not None else None)
+    clock = Clock(printer if stream and tokenizer is not None else None)
     output = input_ids
-    budget = arguments.budget
-    if budget is None:
-        budget = min(_DEFAULT_BUDGET, prompt_tokens)
+    budget = budget_of(arguments, prompt_tokens)
     with scopes.request("run", prompt_tokens=prompt_tokens) as request:
+        clock.request = request
         start = time.perf_counter()
         with progress_bar("Prefill", total=model.config.num_hidden_layers) as done:
             prefilled: Prefill = prefill(
@@ -196,11 +212,15 @@ def _answer(
     )
 
 
-class _Clock(BaseStreamer):
-    """Notes when the first and the last token came; passes tokens on to ``printer``."""
+class Clock(BaseStreamer):
+    """Notes when the first and the last token came; passes tokens on to ``printer``.
 
-    def __init__(self, printer: BaseStreamer | None) -> None:
+    ``request``: whose first token it is, for a recorder.
+    """
+
+    def __init__(self, printer: BaseStreamer | None = None) -> None:
         self.first = self.last = 0.0
+        self.request = scopes.Request()
         self._printer = printer
         self._calls = 0
 
@@ -209,6 +229,7 @@ class _Clock(BaseStreamer):
         self.last = time.perf_counter()
         if self._calls == 2:
             self.first = self.last
+            self.request.first_token()
         if self._printer is not None:
             self._printer.put(value)
 
@@ -226,8 +247,10 @@ def memory_errors() -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
-            raise  # on the CPU, PyTorch says it with a plain RuntimeError
+        # On the CPU, PyTorch says it with a plain RuntimeError.
+        plain = not isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if plain and "memory" not in str(error):
+            raise
         # On the CPU the place in PyTorch's own code stands before.
         said = str(error).rpartition("DefaultCPUAllocator: ")[2]
         reason = (said or "Out of memory").partition(". ")[0]
