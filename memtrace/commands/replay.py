@@ -82,8 +82,11 @@ def run(args: argparse.Namespace) -> int:
     """
     from memtrace.allocator.requests import version_of
     from memtrace.analysis.recorded import replayable, setup_of
+    from memtrace.trace.folders import check_absent
     from memtrace.trace.reader import open_trace
 
+    if args.output is not None:
+        check_absent(args.output)
     trace = open_trace(args.path)
     if args.verify:
         return _verify(trace, args)

@@ -8,6 +8,16 @@ from pathlib import Path
 from memtrace.errors import MemtraceError
 
 
+def check_absent(path: Path) -> None:
+    """Refuse to make a run where something is.
+
+    Raises:
+        MemtraceError: something is there.
+    """
+    if path.exists() or path.is_symlink():
+        raise MemtraceError(f"{path} is there already; remove it or name another run with -o")
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Make a run at ``path`` as a whole, or not at all.
@@ -18,8 +28,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     Raises:
         MemtraceError: something is there, or nothing can be written there.
     """
-    if path.exists() or path.is_symlink():
-        raise MemtraceError(f"{path} is there already; remove it or name another run with -o")
+    check_absent(path)
     scratch = path.with_name(f".{path.name}.part")
     try:
         scratch.mkdir()
