@@ -72,7 +72,8 @@ def requests_of(process: ProcessTrace, device: str) -> Requests:
     action = actions[context]
     number, strange = _numbered(action, events["id"][rows])
     names = sorted({contexts["pool"][one] for one in np.unique(context)} - {None})
-    pool = np.array([names.index(one) + 1 if one in names else 0 for one in contexts["pool"]], np.int16)
+    numbers = [names.index(one) + 1 if one in names else 0 for one in contexts["pool"]]
+    pool = np.array(numbers, dtype=np.int16)
     kinds = np.full(max(Action) + 1, -1, dtype=np.int8)
     kinds[list(_KINDS)] = list(_KINDS.values())
     asked = np.flatnonzero((kinds[action] >= 0) & (number >= 0))
