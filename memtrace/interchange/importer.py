@@ -248,7 +248,7 @@ def _merged(devices: Mapping[str, np.ndarray], order: Sequence[tuple[str, int]])
     rows = np.concatenate(list(devices.values()))
     names, counts = [name for name, _ in order], [count for _, count in order]
     numbers = {device: number for number, device in enumerate(devices)}
-    if sum(counts) == len(rows) and numbers.keys() >= set(names):
+    if order and sum(counts) == len(rows) and numbers.keys() >= set(names):
         owners = np.repeat([numbers[name] for name in names], counts)
         sizes = [len(own) for own in devices.values()]
         if np.bincount(owners, minlength=len(sizes)).tolist() == sizes:

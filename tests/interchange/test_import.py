@@ -500,6 +500,14 @@ def test_segments_with_gaps_are_said(imported: Callable[[Any], ProcessTrace]) ->
     assert "1 segments that say another allocated size" in unseen(process)
 
 
+def test_a_history_of_nothing_but_the_impossible_is_empty(
+    imported: Callable[[Any], ProcessTrace],
+) -> None:
+    process = imported(snapshot([], free(BASE, 512)))
+    assert len(process.events["id"]) == 0
+    assert process.manifest["dropped"] == 2
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 WRONG: dict[str, tuple[Any, str]] = {
