@@ -8,7 +8,14 @@ import numpy as np
 
 from memtrace.allocator.history import BEFORE
 from memtrace.allocator.ops import Op, Ops
-from memtrace.allocator.settings import NEWEST, UNLIMITED, Settings, Version, parse_version
+from memtrace.allocator.settings import (
+    NEWEST,
+    SMALL_SEGMENT,
+    UNLIMITED,
+    Settings,
+    Version,
+    parse_version,
+)
 from memtrace.errors import MemtraceError, TraceError
 from memtrace.trace.reader import ProcessTrace
 from memtrace.trace.schema import Action
@@ -17,7 +24,8 @@ from memtrace.trace.schema import Action
 # ignores a Ctrl-C that comes to light there.
 _ALLOC, _RETAG, _RETRY, _OOM = map(int, (Action.ALLOC, Action.RETAG, Action.RETRY, Action.OOM))
 _FREED = tuple(map(int, (Action.FREE, Action.FREE_REQUESTED, Action.FREE_COMPLETED)))
-_RETURNED = (int(Action.SEGMENT_FREE), int(Action.SEGMENT_UNMAP))
+_UNMAP = int(Action.SEGMENT_UNMAP)
+_RETURNED = (int(Action.SEGMENT_FREE), _UNMAP)
 _TAKEN = (int(Action.SEGMENT_ALLOC), int(Action.SEGMENT_MAP))
 _KINDS = {
     Action.ALLOC: Op.ALLOC,
@@ -78,7 +86,7 @@ def requests_of(process: ProcessTrace, device: str) -> Requests:
     kinds[list(_KINDS)] = list(_KINDS.values())
     asked = np.flatnonzero((kinds[action] >= 0) & (number >= 0))
     extras = [
-        *_emptied(action, pool[context], process),
+        *_emptied(action, events["bytes"][rows], pool[context], process),
         *((place, _AFTER, Op.FREE, number[place], 0) for place in np.flatnonzero(action == _OOM)),
         *_pools(action, pool[context]),
     ]
@@ -137,7 +145,7 @@ def _bytes_asked(process: ProcessTrace, rows: np.ndarray, action: np.ndarray) ->
 
 
 def _emptied(
-    action: np.ndarray, pool: np.ndarray, process: ProcessTrace
+    action: np.ndarray, size: np.ndarray, pool: np.ndarray, process: ProcessTrace
 ) -> Iterator[tuple[int, int, int, int, int]]:
     """Operations where ``empty_cache()`` was called, or a private pool ended: segments went back
     that no allocation asked for."""
@@ -148,9 +156,13 @@ def _emptied(
     following = np.append(action[moves], -1)[ends]
     settings = settings_of(process)
     inside = following == _RETRY
-    # These give segments back by themselves, right before they take one.
-    if settings.gc_threshold > 0 or settings.max_split_size < UNLIMITED:
-        inside |= np.isin(following, _TAKEN)
+    # These give segments back by themselves, right before they take one: large ones, or those over
+    # the limit. Small ones and pages go back at a retry only, which is recorded.
+    limit = SMALL_SEGMENT + 1 if settings.gc_threshold > 0 else settings.max_split_size
+    if limit < UNLIMITED and len(begins):
+        size = np.where(action[moves] == _UNMAP, 0, size[moves])
+        least = np.minimum.reduceat(np.where(back, size, np.iinfo(np.int64).max), begins)
+        inside |= np.isin(following, _TAKEN) & (least >= limit)
     for begin, end in zip(begins[~inside].tolist(), ends[~inside].tolist(), strict=True):
         for start, number in emptied_pools(pool[moves[begin:end]].tolist()):
             yield int(moves[begin + start]), _BEFORE, Op.EMPTY_CACHE, 0, number

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from memtrace.allocator.ops import Op
 from memtrace.allocator.replay import write_replay
 from memtrace.allocator.settings import Settings
 from memtrace.allocator.simulation import Setup, simulate, smallest_memory
@@ -182,6 +183,34 @@ def test_a_request_that_failed_is_asked_again(tmp_path: Path) -> None:
     enough = simulate(requests, replace(setup, total=100 * MiB))
     assert enough.fits
     assert enough.allocated_peak == 52 * MiB  # at once given back: the program never had it
+
+
+@pytest.mark.parametrize(
+    ("settings", "returned", "emptied"),
+    [
+        ({"max_split_size": 40 * MiB}, [(Action.SEGMENT_FREE, 40 * MiB)], False),
+        ({"max_split_size": 40 * MiB}, [(Action.SEGMENT_FREE, 20 * MiB)], True),
+        ({"garbage_collection_threshold": 0.5}, [(Action.SEGMENT_FREE, 20 * MiB)], False),
+        (
+            {"garbage_collection_threshold": 0.5},
+            [(Action.SEGMENT_FREE, 20 * MiB), (Action.SEGMENT_FREE, 2 * MiB)],
+            True,
+        ),
+        ({"garbage_collection_threshold": 0.5}, [(Action.SEGMENT_UNMAP, 20 * MiB)], True),
+        ({}, [(Action.SEGMENT_FREE, 40 * MiB)], True),
+    ],
+)
+def test_what_the_allocator_cant_have_given_back_by_itself_is_an_emptied_cache(
+    settings: dict[str, Any], returned: list[tuple[Action, int]], emptied: bool, tmp_path: Path
+) -> None:
+    history = History()
+    for number, (action, size) in enumerate(returned):
+        history.event(action, number * 100 * MiB, size, None, device="cuda:0")
+    history.event(Action.SEGMENT_ALLOC, 900 * MiB, 20 * MiB, None, device="cuda:0")
+    history.alloc(20 * MiB, "other", device="cuda:0")
+    history.write(tmp_path / "run.memtrace", process={"allocator_settings": settings})
+    (requests,) = replayable(open_trace(tmp_path / "run.memtrace"))
+    assert (Op.EMPTY_CACHE in requests.ops.kind.tolist()) is emptied
 
 
 def test_another_devices_private_pools_are_not_this_ones(tmp_path: Path) -> None:
