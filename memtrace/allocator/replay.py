@@ -1,6 +1,6 @@
 """A run under another allocator: a new run, of the same schema, with the segments that it had."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -43,28 +43,28 @@ _WITHOUT_BYTES = frozenset(
 def write_replay(
     trace: Trace,
     requests: Sequence[Requests],
-    setup: Setup,
+    setups: Sequence[Setup],
     conf: str,
     out: Path,
     progress: Progress = lambda done: None,
 ) -> list[Outcome]:
     """Replay ``requests``, those of a process side by side, into the new run ``out``.
 
-    ``conf``: the settings string of ``setup``, for the manifest.
+    ``setups``: of each of them. ``conf``: their settings string, for the manifest.
 
     Raises:
         MemtraceError: ``out`` is there or can't be made; nothing is left then.
     """
     outcomes = []
     with new_folder(out) as folder:
-        for _, group in groupby(requests, lambda one: one.process.folder):
-            own = list(group)
-            outcomes += _write_process(own[0].process, own, setup, conf, folder, progress)
+        pairs = zip(requests, setups, strict=True)
+        for _, own in groupby(pairs, lambda pair: pair[0].process.folder):
+            outcomes += _write_process(list(own), conf, folder, progress)
         kept = ("command", "cwd", "started", "ended", "epoch_ns", "host", "python", "platform")
         root = {name: trace.manifest[name] for name in kept if name in trace.manifest} | {
             "knowledge": Knowledge.MODELLED,
             "state": "complete",
-            "replayed": {"run": trace.name, "settings": conf, **_described(setup)},
+            "replayed": {"run": trace.name, "settings": conf, **_described(setups[0])},
         }
         write_manifest(folder, root | {"files": file_checksums(folder)})
     return outcomes
@@ -80,13 +80,13 @@ def _described(setup: Setup) -> dict[str, Any]:
 
 
 def _write_process(
-    process: ProcessTrace,
-    requests: Sequence[Requests],
-    setup: Setup,
+    replays: Sequence[tuple[Requests, Setup]],
     conf: str,
     folder: Path,
     progress: Progress,
 ) -> list[Outcome]:
+    first, setup = replays[0]
+    process = first.process
     target = folder / process.folder.name
     target.mkdir()
     with TableWriter(target) as writer:
@@ -97,21 +97,21 @@ def _write_process(
         contexts = _Contexts(process, writer)
         outcomes = []
         events = 0
-        for one in requests:
+        for one, own in replays:
             writing = _Writing(one, contexts, writer)
-            outcomes.append(simulate(one, setup, progress=progress, watch=writing.add))
+            outcomes.append(simulate(one, own, progress=progress, watch=writing.add))
             events += writing.written
     kept = ("pid", "start_ticks", "rank", "argv", "parent_pid", "executable", "state", "stacks")
     body = {name: process.manifest[name] for name in kept if name in process.manifest} | {
         "torch": _described(setup)["torch"],
         "replayed": conf,
         "cuda": {
-            "devices": [_device(one, setup) for one in requests],
+            "devices": [_device(one, own) for one, own in replays],
             "allocator_settings": setup.settings.to_snapshot(conf),
         },
         "events": events,
-        "dropped": (process.manifest.get("dropped") or 0) + sum(one.strange for one in requests),
-        "unseen": [*(process.manifest.get("unseen") or []), *_unseen(requests)],
+        "dropped": (process.manifest.get("dropped") or 0) + sum(one.strange for one, _ in replays),
+        "unseen": [*(process.manifest.get("unseen") or []), *_unseen(one for one, _ in replays)],
     }
     write_manifest(target, body)
     return outcomes
@@ -132,7 +132,7 @@ def device_name(requests: Requests) -> str:
     return requests.device if requests.device.startswith("cuda:") else "cuda:0"
 
 
-def _unseen(requests: Sequence[Requests]) -> list[str]:
+def _unseen(requests: Iterable[Requests]) -> list[str]:
     warm = sum(one.warm for one in requests)
     order = (
         f"the order in which {warm} blocks came that were there before the recording: they were "

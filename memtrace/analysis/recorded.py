@@ -16,19 +16,19 @@ from memtrace.trace.schema import Action
 def replayable(trace: Trace) -> list[Requests]:
     """The requests of every GPU of every process, or of the host where there is no GPU.
 
-    The one with the largest peak comes first of its process.
+    The one with the largest peak comes first, on a GPU if there is any, then those of its process.
 
     Raises:
         MemtraceError: nothing was allocated.
         TraceError: the trace is damaged.
     """
-    found = []
-    for process in trace.processes:
-        of_process = accounts(process)
-        gpus = [one for one in of_process if one.device.startswith("cuda")]
-        found += [requests_of(process, one.device) for one in gpus or of_process[:1]]
-    if not found:
+    of_processes = [own for process in trace.processes if (own := accounts(process))]
+    if not of_processes:
         raise MemtraceError(f"{trace.folder} has no allocations to replay")
+    found: list[Requests] = []
+    for own in sorted(of_processes, key=lambda own: own[0].rank):
+        gpus = [one for one in own if one.device.startswith("cuda")]
+        found += [requests_of(one.process, one.device) for one in gpus or own[:1]]
     return found
 
 

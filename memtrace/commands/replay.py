@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     if any(settings.backend != "native" for _, settings in confs):
         raise MemtraceError("cudaMallocAsync can't be replayed; --allocator async gives bounds")
     if args.output is not None:
-        return _write(trace, requests, setup, confs[0], args)
+        return _write(trace, requests, confs[0], args)
     return _compare(trace, requests, setup, confs, args)
 
 
@@ -309,18 +309,21 @@ def _document(
 def _write(
     trace: "Trace",
     requests: "Sequence[Requests]",
-    setup: "Setup",
     conf: "tuple[str, Settings]",
     args: argparse.Namespace,
 ) -> int:
     from memtrace.allocator.replay import write_replay
+    from memtrace.analysis.recorded import setup_of
     from memtrace.sizes import format_size
 
     text, settings = conf
-    setup = replace(setup, settings=settings)
+    setups = [_setup(args, setup_of(trace, one.process, one.device)) for one in requests]
+    if text != _OWN:
+        setups = [replace(setup, settings=settings) for setup in setups]
     with _bar(sum(len(one.ops) for one in requests), "replay") as progress:
-        outcomes = write_replay(trace, requests, setup, text, args.output, progress)
-    notes = _conditions(requests[0], setup)
+        outcomes = write_replay(trace, requests, setups, text, args.output, progress)
+    each = zip(requests, setups, strict=True)
+    notes = list(dict.fromkeys(note for one, setup in each for note in _conditions(one, setup)))
     if args.json:
         document = {
             "schema": 1,

@@ -21,6 +21,7 @@ from memtrace.analysis.identities import check
 from memtrace.analysis.process import process_memory
 from memtrace.analysis.recorded import replayable, setup_of
 from memtrace.cli import main
+from memtrace.trace.manifest import file_checksums, write_manifest
 from memtrace.trace.reader import Trace, open_trace
 from memtrace.trace.schema import Action
 from tests.synthetic import History, histories, prefill
@@ -33,7 +34,9 @@ CONFS = ("", "expandable_segments:True", "roundup_power2_divisions:4", "max_spli
 def replayed(run: Path, out: Path, setup: Setup, conf: str = "") -> Trace:
     trace = open_trace(run)
     parsed = Settings.parse(conf, setup.torch)
-    write_replay(trace, replayable(trace), replace(setup, settings=parsed), conf, out)
+    requests = replayable(trace)
+    setups = [replace(setup, settings=parsed)] * len(requests)
+    write_replay(trace, requests, setups, conf, out)
     return open_trace(out)
 
 
@@ -314,6 +317,40 @@ def test_a_run_is_written(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["replay", str(out), "--verify"]) == 0
     assert "events equal" in capsys.readouterr().out
     assert main(["report", str(out)]) == 0
+
+
+def test_each_card_keeps_its_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    history = History()
+    history.alloc(30 * MiB, "model", device="cuda:0")
+    history.alloc(60 * MiB, "model", device="cuda:1")
+    devices = [
+        {"ordinal": number, "name": "x", "uuid": str(number), "total_memory": total * MiB}
+        for number, total in enumerate((40, 80))
+    ]
+    history.write(tmp_path / "run.memtrace", process={"cuda": {"devices": devices}})
+    out = tmp_path / "out.memtrace"
+    assert main(["replay", str(tmp_path / "run.memtrace"), "-o", str(out), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [one["failures"] for one in document["devices"]] == [0, 0]
+    cards = open_trace(out).processes[0].manifest["cuda"]["devices"]
+    assert {one["ordinal"]: one["total_memory"] for one in cards} == {0: 40 * MiB, 1: 80 * MiB}
+
+
+def test_of_several_processes_the_largest_is_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, size in (("small", 2 * MiB), ("large", 200 * MiB)):
+        history = History()
+        history.alloc(size, "model", device="cuda:0")
+        history.write(tmp_path / name)
+    process = next(one for one in (tmp_path / "large").iterdir() if one.is_dir())
+    process.rename(tmp_path / "small" / f"{process.name}-1")
+    root = json.loads((tmp_path / "small" / "manifest.json").read_text())
+    kept = {name: root[name] for name in ("state", "knowledge", "command", "exit")}
+    write_manifest(tmp_path / "small", kept | {"files": file_checksums(tmp_path / "small")})
+    assert main(["replay", str(tmp_path / "small"), "--json"]) == 0
+    (trial,) = json.loads(capsys.readouterr().out)["trials"]
+    assert trial["allocated_peak"] == 200 * MiB
 
 
 def test_verification_finds_a_changed_event(
