@@ -71,7 +71,8 @@ class OomMessage:
         private: free in private pools.
         allowed: by a memory fraction.
         process: used by the process, all in all.
-        others: other processes, by the pid that the driver gives them.
+        others: other processes, by the pid that the driver gives them; not the process itself,
+            which a message from a container names so.
     """
 
     line: int
@@ -194,7 +195,7 @@ def _native(message: OomMessage, body: str) -> OomMessage:
     allocated_ = Rounded.parse(held_[1]) if held_ else None
     if allocated_ is not None and private is not None:  # the message counts it as allocated
         allocated_ = _difference(allocated_, private)
-    return replace(
+    found = replace(
         message,
         device=int(capacity[1]),
         total=Rounded.parse(capacity[2]),
@@ -206,6 +207,25 @@ def _native(message: OomMessage, body: str) -> OomMessage:
         allowed=Rounded.parse(allowed_[1]) if allowed_ else None,
         others=tuple((int(pid), Rounded.parse(size)) for pid, size in _OTHER.findall(body)),
     )
+    return _knowing_itself(found)
+
+
+def _knowing_itself(message: OomMessage) -> OomMessage:
+    """Inside a container a process doesn't find its pid among those of the driver, and names itself
+    like another: the one that isn't on the device beside what PyTorch reserved here."""
+    if message.process is not None or message.total is None or message.free is None:
+        return message
+    reserved = _sum(message.allocated, message.unallocated, message.private)
+    used = _difference(message.total, message.free)
+    own = [
+        (pid, size)
+        for pid, size in message.others
+        if size.high >= reserved.low and size.low + reserved.low > used.high
+    ]
+    if len(own) != 1:
+        return message
+    others = tuple(other for other in message.others if other != own[0])
+    return replace(message, process=own[0][1], others=others)
 
 
 def _async(message: OomMessage, body: str) -> OomMessage:

@@ -201,6 +201,33 @@ def test_fragmentation_may_be_a_block_that_waits() -> None:
     assert any("waiting for one" in text for text in found.unknown)
 
 
+CONTAINED = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.99 GiB of "
+    "which 1.50 GiB is free. {} Of the allocated memory 18.00 GiB is allocated by PyTorch, and "
+    "512.00 MiB is reserved by PyTorch but unallocated."
+)
+
+
+@pytest.mark.parametrize(
+    ("processes", "itself", "others"),
+    [
+        ({4711: "22.48 GiB"}, "22.48 GiB", []),
+        ({4711: "19.40 GiB", 4712: "3.00 GiB"}, "19.40 GiB", [4712]),
+        ({4711: "3.00 GiB"}, None, [4711]),  # a driver that hides the process itself
+        ({}, None, []),
+    ],
+)
+def test_in_a_container_a_process_names_itself_like_another(
+    processes: dict[int, str], itself: str | None, others: list[int]
+) -> None:
+    named = " ".join(f"Process {pid} has {size} memory in use." for pid, size in processes.items())
+    message = only(CONTAINED.format(named))
+    assert texts(message).get("process") == itself
+    assert [pid for pid, _ in message.others] == others
+    stopping = [text for text in remedies(message, conclude(message)) if "other processes" in text]
+    assert bool(stopping) is bool(others)
+
+
 def test_who_else_holds_memory() -> None:
     found = notes(only(LONG))
     assert "Process 4711 holds 3.00 GiB." in found
