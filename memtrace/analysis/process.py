@@ -174,13 +174,19 @@ def _ordinal(device: str) -> int | None:
     return int(number or 0) if kind == "cuda" else None
 
 
-def catalogued_context(trace: Trace, device: str) -> int | None:
-    """What the catalogue says that a CUDA context takes on a virtual device, in bytes."""
+def virtual_card(trace: Trace, device: str) -> Mapping[str, Any]:
+    """The figures of a virtual device, as the catalogue has them; none of another device."""
     devices = (trace.manifest.get("virtual_gpu") or {}).get("devices") or []
     number = _ordinal(device)
-    if number is None:
-        return None
-    context: int | None = devices[number].get("context") if number < len(devices) else None
+    found: Mapping[str, Any] = {}
+    if number is not None and number < len(devices):
+        found = devices[number]
+    return found
+
+
+def catalogued_context(trace: Trace, device: str) -> int | None:
+    """What the catalogue says that a CUDA context takes on a virtual device, in bytes."""
+    context: int | None = virtual_card(trace, device).get("context")
     return context
 
 

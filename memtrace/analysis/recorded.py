@@ -8,6 +8,7 @@ from memtrace.allocator.requests import Requests, fraction_of, requests_of, sett
 from memtrace.allocator.settings import NEWEST
 from memtrace.allocator.simulation import ENDLESS, Setup
 from memtrace.analysis.accounts import Account, accounts
+from memtrace.analysis.process import catalogued_context, virtual_card
 from memtrace.errors import MemtraceError
 from memtrace.trace.reader import ProcessTrace, Trace
 from memtrace.trace.schema import Action
@@ -39,6 +40,8 @@ def setup_of(trace: Trace, process: ProcessTrace, device: str) -> Setup:
     for found in (process.manifest.get("cuda") or {}).get("devices", []):
         if f"cuda:{found['ordinal']}" == device and found["total_memory"]:
             setup = replace(setup, total=found["total_memory"], fraction=fraction_of(found))
+    if setup.total == ENDLESS:  # its allocator wasn't recorded
+        setup = replace(setup, total=virtual_card(trace, device).get("total", ENDLESS))
     if setup.total != ENDLESS:
         setup = replace(setup, outside=_outside(trace, Account(process, device), setup.total))
     return setup
@@ -53,6 +56,4 @@ def _outside(trace: Trace, account: Account, total: int) -> int:
     if len(rows) and reserved is not None:
         # "id" of a failure is what the device had free.
         return int(max(total - events["id"][rows[0]] - reserved.read_one(int(rows[0])), 0))
-    virtual = (trace.manifest.get("virtual_gpu") or {}).get("devices") or []
-    ordinal = int(account.device.partition(":")[2] or 0)
-    return int(virtual[ordinal].get("context") or 0) if ordinal < len(virtual) else 0
+    return catalogued_context(trace, account.device) or 0

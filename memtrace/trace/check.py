@@ -29,7 +29,7 @@ RUN: Mapping[str, Any] = {
     "sampling": {"nvml": str, "gpus": [{"uuid": str, "total": (int, type(None)), "status": str}]},
     "classified": [{"run": str, "rules": str}],
     "replayed": {"run": str, "settings": str},
-    "virtual_gpu": {"devices": [{"context": (int, type(None))}]},
+    "virtual_gpu": {"devices": [{"total": int, "context": (int, type(None))}]},
     "files": {"*": {"bytes": int, "crc32": int}},
 }
 PROCESS: Mapping[str, Any] = {

@@ -336,6 +336,16 @@ def test_each_card_keeps_its_memory(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert {one["ordinal"]: one["total_memory"] for one in cards} == {0: 40 * MiB, 1: 80 * MiB}
 
 
+def test_a_virtual_card_is_known_without_its_allocator(tmp_path: Path) -> None:
+    history = History()
+    history.alloc(30 * MiB, "model", device="cuda:0")
+    cards = {"virtual_gpu": {"devices": [{"total": 40 * MiB, "context": 2 * MiB}]}}
+    history.write(tmp_path / "run.memtrace", manifest=cards)
+    trace = open_trace(tmp_path / "run.memtrace")
+    setup = setup_of(trace, trace.processes[0], "cuda:0")
+    assert (setup.total, setup.outside) == (40 * MiB, 2 * MiB)
+
+
 def test_of_several_processes_the_largest_is_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -194,7 +194,7 @@ def test_what_is_not_known_is_said_and_never_0(
 
 
 def test_a_virtual_gpu_has_the_figures_of_its_catalogue_only(tmp_path: Path) -> None:
-    devices = [{"context": 256 * MIB}]
+    devices = [{"total": 4096 * MIB, "context": 256 * MIB}]
     one = primary(
         write(
             tmp_path / "run",
