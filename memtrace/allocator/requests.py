@@ -132,6 +132,9 @@ def _numbered(action: np.ndarray, address: np.ndarray) -> tuple[np.ndarray, int]
     last = np.maximum.accumulate(np.where(allocs, np.arange(len(order)), -1))
     known = last >= 0
     known[known] = address[order[last[known]]] == address[order[known]]
+    freed = np.isin(action[order], _FREED[:2])
+    frees = np.cumsum(freed)
+    known &= ~freed | (frees - frees[last] == 1)  # what was freed already is nobody's
     number[order[known]] = numbers[order[last[known]]]
     return number, int(np.count_nonzero(~known & (action[order] != _RETAG)))
 
@@ -141,7 +144,12 @@ def _bytes_asked(process: ProcessTrace, rows: np.ndarray, action: np.ndarray) ->
     events = process.events
     if not isinstance(events["requested"], np.ndarray):
         raise TraceError(f"{process.folder} is damaged: events has rows without requested")
-    return np.where(action == _OOM, events["bytes"][rows], events["requested"][rows])
+    asked = np.where(action == _OOM, events["bytes"][rows], events["requested"][rows])
+    if asked.min(initial=0) < 0:
+        raise TraceError(
+            f"{process.folder} is damaged: events has rows that ask for negative bytes"
+        )
+    return asked
 
 
 def _emptied(

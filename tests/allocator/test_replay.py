@@ -445,6 +445,30 @@ def test_frees_of_unknown_blocks_are_said(
     assert "1 frees of unknown blocks" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("again", [Action.FREE, Action.FREE_REQUESTED])
+@pytest.mark.parametrize("first", [Action.FREE, Action.FREE_REQUESTED])
+def test_what_was_freed_isnt_freed_again(
+    first: Action, again: Action, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    history = History()
+    for action in (Action.ALLOC, first, again, Action.FREE_COMPLETED, Action.ALLOC, first):
+        history.event(action, 1, MiB, "model")
+    history.write(tmp_path / "run.memtrace")
+    assert main(["replay", str(tmp_path / "run.memtrace")]) == 0
+    assert "1 frees of unknown blocks" in capsys.readouterr().out
+
+
+def test_a_request_for_negative_bytes_is_damage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    history = History()
+    history.event(Action.ALLOC, 1, MiB, "model", requested=-5)
+    history.write(tmp_path / "run.memtrace")
+    assert main(["replay", str(tmp_path / "run.memtrace")]) == 1
+    said = capsys.readouterr().err
+    assert "negative bytes" in said and said.count("\n") == 1
+
+
 def test_arrays_stay_small(run: Path) -> None:
     """Operations of ten million events have to fit into memory beside them."""
     (requests,) = replayable(open_trace(run))
