@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -19,6 +20,7 @@ from memtrace.commands import (
     view,
 )
 from memtrace.errors import MemtraceError
+from memtrace.output import unwritten
 
 _COMMANDS = (record, report, explain, compare, view, replay, classify, import_, export, devices)
 
@@ -59,16 +61,19 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. 0 on success, 1 on bad data, 2 on wrong usage; ``record`` has its own."""
     args = _parser().parse_args(argv)
+    if sys.stdout is None:  # closed by who started us
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
-        return int(args.run(args))
+        status = int(args.run(args))
+        sys.stdout.flush()
+        return status
     except MemtraceError as error:
         if getattr(args, "json", False):
             print(json.dumps({"schema": 1, "error": str(error)}))
         print(f"memtrace: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # the reader of our output went away, as `head` does
-        sys.stderr.close()
-        return 1
+    except OSError as error:
+        return unwritten(error)
     except KeyboardInterrupt:
         return 130
 

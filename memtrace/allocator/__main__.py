@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from memtrace.allocator.golden import compare
 from memtrace.allocator.vectors import VectorError, read
+from memtrace.output import unwritten
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,9 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return _run(args.files, args.json)
-    except BrokenPipeError:  # the reader of our output went away, as `head` does
-        sys.stderr.close()
-        return 1
+    except OSError as error:
+        return unwritten(error)
     except KeyboardInterrupt:
         return 130
 

@@ -114,6 +114,13 @@ class History:
                 return int(found["total_memory"]), fraction_of(found)
         return ENDLESS, None
 
+    def mapped(self) -> list[Event]:
+        """What is mapped after what was there before."""
+        rows = np.flatnonzero(self.columns[0] == Action.SEGMENT_MAP)
+        rows = rows[rows >= self.seeded]
+        columns = (column[rows].tolist() for column in self.columns)
+        return list(zip(*columns, strict=True))
+
     def _upcoming(self) -> int:
         """Where the next page will be mapped that doesn't continue anything."""
         mapped = self.columns[0][self.at :] == Action.SEGMENT_MAP

@@ -222,10 +222,17 @@ def before_of(process: ProcessTrace) -> np.ndarray:
 
 
 def settings_of(process: ProcessTrace) -> Settings:
-    """The allocator settings that a process ran under; the default ones if it doesn't say."""
+    """The allocator settings that a process ran under; the default ones if it doesn't say.
+
+    Raises:
+        TraceError: what it says are no settings.
+    """
     found = process.manifest.get("allocator_settings")
     found = (process.manifest.get("cuda") or {}).get("allocator_settings", found)
-    return Settings.of_snapshot(found or {}, version_of(process) or NEWEST)
+    try:
+        return Settings.of_snapshot(found or {}, version_of(process) or NEWEST)
+    except (AttributeError, TypeError, ValueError):
+        raise TraceError(f"{process.folder} is damaged: its allocator_settings are none") from None
 
 
 def fraction_of(device: Mapping[str, Any]) -> float | None:

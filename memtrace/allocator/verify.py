@@ -23,6 +23,8 @@ from memtrace.errors import MemtraceError
 from memtrace.trace.reader import ProcessTrace, Trace
 from memtrace.trace.schema import Action
 
+#: Memory of a device that isn't known: an expandable segment has 9/8 of it in addresses.
+_USUAL_DEVICE = 64 << 30
 #: One version of each rule for ties between free blocks of one size.
 _RULES: tuple[Version, ...] = ((2, 11), (2, 13), (2, 12))
 
@@ -118,15 +120,18 @@ def verify(
         allocator = NativeAllocator(history.recording, settings, version, fraction=fraction)
         replay = _Replay(history, allocator)
         events = iter(history)
-        replay.restore(warm.sort(warm_segments(list(islice(events, history.seeded)))))
+        seeds = list(islice(events, history.seeded))
+        reach = settings.reservation(min(history.recording.total, _USUAL_DEVICE))
+        found = warm_segments(seeds, history.mapped(), settings.large_segment, reach)
+        replay.restore(warm.sort(found))
         difference: Difference | None = None
         try:
             for event in events:
                 replay.take(event)
                 progress(1)
             replay.end()
-        except Difference as found:
-            difference = found
+        except Difference as differs:
+            difference = differs
         if version < (2, 13) or not isinstance(difference, OtherBlock):
             break
         # Which of two segments is older decides between free blocks of one size, and nothing

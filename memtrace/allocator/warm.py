@@ -6,7 +6,7 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import groupby
 
 from memtrace.allocator.pools import Piece
-from memtrace.allocator.settings import LARGE_SEGMENT, MIN_LARGE, SMALL_LIMIT, SMALL_SEGMENT
+from memtrace.allocator.settings import MIN_LARGE, SMALL_LIMIT, SMALL_SEGMENT
 from memtrace.trace.schema import Action
 
 #: Action, address, bytes, requested bytes, stream, number of the private pool.
@@ -19,8 +19,15 @@ Warm = tuple[list[Piece], int, int, bool, int]
 _ROOM = 1 << 40
 
 
-def warm_segments(events: Sequence[Event]) -> list[Warm]:
-    """The segments that these events take and fill with blocks, by address."""
+def warm_segments(
+    events: Sequence[Event], later: Sequence[Event], large_segment: int, reach: int
+) -> list[Warm]:
+    """The segments that these events take and fill with blocks, by address.
+
+    ``later``: what is mapped afterwards; it tells of an expandable segment whose first pages were
+    given back where it begins. ``large_segment``: bytes of a page in the large pool. ``reach``:
+    addresses of an expandable segment.
+    """
     blocks = {event[1]: event for event in events if event[0] == Action.ALLOC}
     addresses = sorted(blocks)
 
@@ -39,8 +46,20 @@ def warm_segments(events: Sequence[Event]) -> list[Warm]:
             ranges.append(((stream, pool, _is_small(pieces)), pieces))
     ranges.sort(key=lambda one: one[0])
     for (stream, pool, small), members in groupby(ranges, key=lambda one: one[0]):
-        page = SMALL_SEGMENT if small else LARGE_SEGMENT
+        page = SMALL_SEGMENT if small else large_segment
+        mapped = [
+            address
+            for _, address, size, _, *owner in later
+            if owner == [stream, pool] and (size == SMALL_SEGMENT) == small
+        ]
+        before = 0
         for pieces in _joined((pieces for _, pieces in members), page):
+            start = pieces[0][0]
+            lower = [one for one in mapped if max(before, start - reach) < one < start]
+            first = min((one for one in lower if (start - one) % page == 0), default=start)
+            before = _end(pieces[:-1])
+            if first < start:
+                pieces = [(first, start - first, 0, "unmapped"), *pieces]
             found.append((pieces, stream, pool, small, page))
     return sorted(found, key=lambda one: one[0][0][0])
 

@@ -416,6 +416,20 @@ def test_nothing_to_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "no allocations" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [[], "x", {"max_split_size": "x"}, {"roundup_power2_divisions": []}, {"max_split_size": None}],
+)
+def test_settings_of_a_wrong_type_are_damage(
+    tmp_path: Path, wrong: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    history = History()
+    history.alloc(MiB, "model")
+    run = history.write(tmp_path / "run.memtrace", process={"allocator_settings": wrong or [0]})
+    assert main(["replay", str(run)]) == 1
+    assert "is damaged: its allocator_settings" in capsys.readouterr().err
+
+
 def test_what_is_there_stays(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(run), "-o", str(run)]) == 1
     assert "is there already" in capsys.readouterr().err
