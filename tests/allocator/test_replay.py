@@ -418,7 +418,7 @@ def test_nothing_to_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize(
     "wrong",
-    [[], "x", {"max_split_size": "x"}, {"roundup_power2_divisions": []}, {"max_split_size": None}],
+    [[], "x", {"max_split_size": "x"}, {"roundup_power2_divisions": [1]}, {"max_split_size": None}],
 )
 def test_settings_of_a_wrong_type_are_damage(
     tmp_path: Path, wrong: Any, capsys: pytest.CaptureFixture[str]
