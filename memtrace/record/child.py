@@ -14,13 +14,32 @@ from memtrace.record.imports import when_imported
 
 TYPE_CHECKING = False  # typing.TYPE_CHECKING, without importing typing
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
     from types import ModuleType
+    from typing import Any
 
 #: The environment that makes a Python process record itself.
 RUN = "MEMTRACE_RUN"  # absolute path of the run
 EPOCH = "MEMTRACE_EPOCH_NS"  # perf_counter_ns() of the launcher: one clock for all processes
 OPTIONS = "MEMTRACE_OPTIONS"  # keyword arguments of Session, as JSON
+
+_BOOTSTRAP = os.path.join(os.path.dirname(__file__), "bootstrap")
+
+
+def environment(run: "Path", epoch_ns: int, options: "Mapping[str, Any]") -> "dict[str, str]":
+    """Ours, and what makes a Python process record itself into ``run``."""
+    import json
+
+    paths = os.environ.get("PYTHONPATH")
+    others = [path for path in paths.split(os.pathsep) if path != _BOOTSTRAP] if paths else []
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([_BOOTSTRAP, *others]),
+        RUN: str(run),
+        EPOCH: str(epoch_ns),
+        OPTIONS: json.dumps(options),
+    }
 
 
 _waiting: "Waiting | None" = None

@@ -2,12 +2,13 @@
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from time import perf_counter_ns
 
-from memtrace.errors import MemtraceError
+from memtrace.errors import MemtraceError, TraceError
+from memtrace.record.child import environment
 from memtrace.record.enter import enter_run
 from memtrace.record.process import high_water
 from memtrace.record.session import Session
@@ -20,12 +21,24 @@ from memtrace.trace.manifest import (
     write_manifest,
 )
 
+_SAMPLE_MS = 20
+
 
 @contextmanager
-def record_here(path: str | Path, *, stacks: int = 0, source: str = "auto") -> Iterator[Session]:
+def record_here(
+    path: str | Path, *, stacks: int = 0, source: str = "auto", children: bool = False
+) -> Iterator[Session]:
     """Record this process for the length of a ``with`` block, into a new run at ``path``.
 
-    What is allocated already isn't in it, unless :meth:`Session.adopt_existing` books it.
+    What is allocated already isn't in it, unless :meth:`Session.adopt_existing` books it. Forked
+    processes are followed in any case.
+
+    Args:
+        path: folder to make.
+        stacks: Python frames kept for each allocation.
+        source: what a :class:`~memtrace.record.session.Session` takes by that name.
+        children: record the processes that are started meanwhile, too: ``os.environ``, which they
+            inherit, says so.
 
     Raises:
         MemtraceError: ``path`` exists, or this process is being recorded already.
@@ -41,12 +54,46 @@ def record_here(path: str | Path, *, stacks: int = 0, source: str = "auto") -> I
     write_manifest(run, manifest)
     folder = Path(enter_run(str(run)))
     name = life(read_manifest(folder))
-    session = Session(folder, epoch_ns=epoch_ns, stacks=stacks, sample_ms=20, source=source)
+    options = {"stacks": stacks, "source": source, "sample_ms": _SAMPLE_MS}
+    session = Session(folder, epoch_ns=epoch_ns, **options)  # type: ignore[arg-type]
     session.start()
     try:
-        yield session
+        inherited = environment(run.resolve(), epoch_ns, options) if children else {}
+        with _variables(inherited) if children else nullcontext():
+            yield session
     finally:
         session.close()
         peak = {name: high_water(os.getpid())}
         manifest |= {"state": "complete", "ended": timestamp(), "process_peak": peak}
-        write_manifest(run, {**manifest, "files": file_checksums(run)})
+        write_manifest(run, {**manifest, "files": _checksums(run)})
+
+
+@contextmanager
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of the environment for a while."""
+    before = {name: os.environ.get(name) for name in values}
+    changed = {name: value for name, value in values.items() if before[name] != value}
+    os.environ.update(changed)
+    try:
+        yield
+    finally:
+        for name in changed:
+            value = before[name]
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _checksums(run: Path) -> dict[str, dict[str, int]]:
+    """Of every file but those of processes that record still, or were killed."""
+    unfinished = set()
+    for folder in run.iterdir():
+        with suppress(TraceError):
+            if read_manifest(folder).get("state") == "recording":
+                unfinished.add(folder.name)
+    return {
+        name: file
+        for name, file in file_checksums(run).items()
+        if name.partition("/")[0] not in unfinished
+    }

@@ -62,8 +62,6 @@ _POLL_SECONDS = 0.01
 #: multiprocessing end when they notice that it has.
 _GRACE_SECONDS = 0.2
 
-_BOOTSTRAP = str(Path(__file__).parent / "bootstrap")
-
 
 class LaunchError(MemtraceError):
     """The command was not started."""
@@ -117,7 +115,7 @@ def record(
             # Linux counts what a process held before exec in its ru_maxrss, and posix_spawn lends
             # it our memory until then.
             floor = high_water(os.getpid())
-            environment = _environment(folder, epoch_ns, {"stacks": stacks, "source": source})
+            environment = child.environment(folder, epoch_ns, {"stacks": stacks, "source": source})
             if virtual_gpu is not None:
                 environment |= virtual_gpu.variables
             pid = _spawn(command, environment, mask)
@@ -240,19 +238,6 @@ def _is_being_recorded(manifest: Mapping[str, Any]) -> bool:
         and manifest.get("host") == os.uname().nodename
         and os.path.exists(f"/proc/{manifest.get('recorder_pid')}")
     )
-
-
-def _environment(run: Path, epoch_ns: int, options: Mapping[str, Any]) -> dict[str, str]:
-    """Ours, and what makes a Python process record itself."""
-    paths = os.environ.get("PYTHONPATH")
-    others = [path for path in paths.split(os.pathsep) if path != _BOOTSTRAP] if paths else []
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([_BOOTSTRAP, *others]),
-        child.RUN: str(run),
-        child.EPOCH: str(epoch_ns),
-        child.OPTIONS: json.dumps(options),
-    }
 
 
 @contextmanager
