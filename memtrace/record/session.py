@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -171,12 +171,13 @@ class Session:
     def adopt_existing(self) -> None:
         """Book what was allocated before the recording began and is reachable from Python."""
         source = self.source()
-        for thing in gc.get_objects():
-            if issubclass(type(thing), torch.Tensor) and not is_lazy(thing):
-                if isinstance(thing, torch.nn.Parameter):
-                    source.retag(thing, "model")
+        kinds = set(_subclasses(torch.Tensor))  # a look-up each: there may be a million objects
+        for tensor in [thing for thing in gc.get_objects() if type(thing) in kinds]:
+            if not is_lazy(tensor):
+                if isinstance(tensor, torch.nn.Parameter):
+                    source.retag(tensor, "model")
                 else:
-                    source.adopt(thing, "other")
+                    source.adopt(tensor, "other")
 
     def checkpoint(self) -> int:
         """Write everything so far, and what the books say is allocated beside it.
@@ -377,6 +378,13 @@ class Session:
     def retag(self, tensor: Any, component: str) -> None:
         with self.component(component):
             self.source().retag(tensor, component)
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    """A class and every one derived from it."""
+    yield kind
+    for derived in cast("list[type]", type.__subclasses__(kind)):
+        yield from _subclasses(derived)
 
 
 def _process() -> dict[str, Any]:
