@@ -1,127 +1,174 @@
-"""Memory budgets as tests.
+"""Memory budgets as tests; docs/pytest.md describes them.
+
+    @pytest.mark.memory_budget(peak="300 MiB", Temp="8 MiB", phase="prefill")
+    def test_prefill(model, ids):
+        prefill(model, ids)
 
     def test_prefill(memory_budget):
         with memory_budget(peak="300 MiB", Temp="8 MiB"):
             prefill(model, ids)
 
-The block fails when it allocates more than its budget; the failure shows every component and the
-largest allocations at the peak. Budgets count what the block adds to what was allocated on entry.
+pytest imports this module in every project that has memtrace installed, so it imports nothing but
+pytest. :mod:`memtrace.budgets` does the work, from the first test that asks for it on.
 """
 
+import shutil
+import tempfile
 import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Set
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import pytest
 
-from memtrace.components import TENSOR_COMPONENTS
-from memtrace.errors import MemtraceError
-from memtrace.sizes import format_size, parse_size
-
 if TYPE_CHECKING:
-    from memtrace.analysis.blocks import Block
-    from memtrace.record.session import Session
+    from memtrace.budgets.options import Options
+    from memtrace.budgets.running import Running
 
 Budget = Callable[..., AbstractContextManager[None]]
 
+_RUNNING, _REPORTING = "memtrace-running", "memtrace-reporting"
+#: Where xdist's controller tells its workers which folder they share.
+_SHARED = "memtrace_shared"
+
+_MARKERS = (
+    'memory_budget(peak="2 GiB", KV_res="512 MiB", …, phase=None, tolerance=0, scope="test", '
+    "warmup=0, name=None): fail the test if it takes more memory (docs/pytest.md)",
+    'memory_plateau(requests, slope="1 MiB/100 requests", warmup=None): fail the test if memory '
+    "grows over its requests",
+)
+#: Each is an option and, with underscores, its twin in the configuration.
+_OPTIONS = (
+    ("save", "NAME", "save what the budgeted tests take as NAME"),
+    ("compare", "NAME", "compare what they take with what was saved as NAME"),
+    ("json", "FILE", "write a JSON report (docs/json.md)"),
+    ("traces", "DIR", "where traces of tests over budget are kept (default: pytest's cache)"),
+    ("stacks", "N", "Python frames to keep for each allocation (default: 8)"),
+    ("storage", "DIR", "where measurements are saved (default: .memory_budgets)"),
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("memory budgets")
+    for name, metavar, text in _OPTIONS:
+        group.addoption(f"--memory-{name}", metavar=metavar, help=text)
+        parser.addini(f"memory_{name}", text)
+    text = "fail tests that take more than was saved: peak:5%%, Temp:1MiB (repeatable)"
+    group.addoption("--memory-compare-fail", metavar="METRIC:MORE", action="append", help=text)
+    parser.addini("memory_compare_fail", text.replace("%%", "%"), type="linelist")
+    parser.addini("memory_budget", "a budget for every test, as lines peak = 2 GiB", "linelist")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for marker in _MARKERS:
+        config.addinivalue_line("markers", marker)
+    if _is_configured(config):
+        _report(config)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    # Threads of the harness (xdist and reruns have some) aren't the tests'.
+    session.config.stash[_HARNESS] = WeakSet(threading.enumerate())
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Parse budgets before anything runs; without any nothing more is imported."""
+    if not config.getini("memory_budget") and not any(map(_wants, items)):
+        return
+    from memtrace.budgets.plans import PLAN, baselines_first, plan
+
+    options = _run(config).options
+    for item in items:
+        found = plan(item, options.default, options.regressions_for(item.nodeid, None))
+        if found is not None:
+            item.stash[PLAN] = found
+    baselines_first(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """A worker of xdist starts: it tells, and shares baselines with the others."""
+    _report(node.config)
+    node.workerinput[_SHARED] = str(_shared(node.config))
+
 
 @pytest.fixture
-def memory_budget(tmp_path_factory: pytest.TempPathFactory) -> Budget:
+def memory_budget(request: pytest.FixtureRequest) -> Budget:
     """``with memory_budget(peak="300 MiB", Temp="8 MiB"): …``
 
-    ``peak`` limits the sum of all components, a component's name its own peak. Limits are sizes
-    as text or bytes as an int; being exactly at a limit passes. Each device is judged by itself;
-    meta tensors hold no memory. Threads that ran before the block are not seen, with a warning,
-    unless pytest itself runs under ``memtrace record``.
+    ``peak`` limits the sum of all components, a component's name its own peak, ``end`` what is
+    left and ``total`` all that is ever allocated. Limits are sizes as text, bytes as an int, or
+    relative: ``"50 % of NAME"`` of what ``memory_budget(name=NAME)`` measured. Being exactly at a
+    limit is within it. Each device is judged by itself. docs/pytest.md says more.
     """
+    running = _run(request.config)
 
-    @contextmanager
-    def budget(**limits: str | int) -> Iterator[None]:
-        sizes = _limits(limits)
-        with _recording(tmp_path_factory) as session:
-            start = session.checkpoint()
-            yield
-            session.checkpoint()
-            problem = _judge(session.folder, start, sizes)
-        if problem:
-            pytest.fail(problem, pytrace=False)
+    def budget(**words: object) -> AbstractContextManager[None]:
+        __tracebackhide__ = True
+        return running.block(request.node, words)
 
     return budget
 
 
-def _limits(limits: Mapping[str, str | int]) -> dict[str, int]:
-    known = ("peak", *TENSOR_COMPONENTS)
-    if unknown := [name for name in limits if name not in known]:
-        raise MemtraceError(
-            f"memory_budget doesn't know {unknown[0]!r}; budgets are {', '.join(known)}"
-        )
-    if not limits:
-        raise MemtraceError('memory_budget needs a budget, as in memory_budget(peak="300 MiB")')
-    return {name: parse_size(limit) for name, limit in limits.items()}
+def _wants(item: pytest.Item) -> bool:
+    return (
+        item.get_closest_marker("memory_budget") is not None
+        or item.get_closest_marker("memory_plateau") is not None
+        or "memory_budget" in getattr(item, "fixturenames", ())
+    )
 
 
-@contextmanager
-def _recording(factory: pytest.TempPathFactory) -> Iterator["Session"]:
-    """The recording that this process is under already (``memtrace record -- pytest``), or one."""
-    from memtrace.record.here import record_here
-    from memtrace.record.session import Session
-
-    active = Session.active()
-    if active is not None:
-        yield active
-        return
-    others = [one.name for one in threading.enumerate() if one is not threading.current_thread()]
-    if others:
-        warnings.warn(
-            "memory_budget can't see what threads allocate that ran before it: "
-            f"{', '.join(others)}; memtrace record -- pytest does",
-            stacklevel=4,
-        )
-    with record_here(factory.mktemp("budget") / "budget.memtrace") as session:
-        session.adopt_existing()
-        yield session
+def _is_configured(config: pytest.Config) -> bool:
+    names = [f"memory_{name}" for name, *_ in _OPTIONS] + ["memory_compare_fail"]
+    options = [config.getoption(name) for name in names]
+    return any(options) or any(config.getini(name) for name in (*names, "memory_budget"))
 
 
-def _judge(folder: Path, start: int, limits: Mapping[str, int]) -> str | None:
-    """What a block that began at event ``start`` did wrong; None: within its limits."""
-    from memtrace.analysis.accounts import accounts
-    from memtrace.analysis.blocks import block
-    from memtrace.trace.manifest import read_manifest
-    from memtrace.trace.reader import ProcessTrace
+def _options(config: pytest.Config) -> "Options":
+    from memtrace.budgets.options import read_options
+    from memtrace.errors import MemtraceError
 
-    process = ProcessTrace(folder, read_manifest(folder), {})
-    if failure := process.manifest.get("failure"):
-        return f"memory budget can't be judged, the recording is incomplete: {failure}"
-    for account in accounts(process):
-        if account.device != "meta":
-            one = block(account, start)
-            used = {"peak": one.peak, **one.own_peaks}
-            over = [name for name, limit in limits.items() if used[name] > limit]
-            if over:
-                return _explain(one, used, limits, over)
-    return None
+    try:
+        return read_options(config)
+    except MemtraceError as error:
+        raise pytest.UsageError(f"memtrace: {error}") from None
 
 
-def _explain(
-    one: "Block", used: Mapping[str, int], limits: Mapping[str, int], over: Sequence[str]
-) -> str:
-    lines = [
-        "memory budget exceeded: "
-        + ", ".join(f"{n} {format_size(used[n])} > {format_size(limits[n])}" for n in over),
-        f"peak on {one.account.device} in {one.place}",
-        "",
-        f"{'component':<12}{'at the peak':>14}{'own peak':>14}{'budget':>14}",
-    ]
-    for name, size in used.items():
-        at_peak = one.peak if name == "peak" else one.components[name]
-        budget = format_size(limits[name]) if name in limits else ""
-        lines.append(f"{name:<12}{format_size(at_peak):>14}{format_size(size):>14}{budget:>14}")
-    lines += ["", "largest allocations at the peak:"]
-    lines += [
-        f"{format_size(group.bytes):>12}  {group.component:<14}{group.count:>5} ×  {group.where}"
-        for group in one.top[:8]
-    ]
-    return "\n".join(lines)
+def _report(config: pytest.Config) -> None:
+    if not config.pluginmanager.has_plugin(_REPORTING):
+        from memtrace.budgets.reporting import Reporting
+
+        config.pluginmanager.register(Reporting(config, _options(config)), _REPORTING)
+
+
+def _run(config: pytest.Config) -> "Running":
+    running = config.pluginmanager.get_plugin(_RUNNING)
+    if running is None:
+        from memtrace.budgets.running import Running
+        from memtrace.budgets.store import Baselines
+
+        baselines = Baselines(_shared(config))
+        running = Running(config, _options(config), baselines, config.stash[_HARNESS])
+        config.pluginmanager.register(running, _RUNNING)
+        _report(config)
+    return running
+
+
+def _shared(config: pytest.Config) -> Path:
+    """A folder for this session, its xdist workers included."""
+    worker = getattr(config, "workerinput", {})
+    if _SHARED in worker:
+        return Path(worker[_SHARED])
+    folder = config.stash.get(_FOLDER, None)
+    if folder is None:
+        folder = config.stash[_FOLDER] = Path(tempfile.mkdtemp(prefix="memtrace-"))
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    return folder
+
+
+_FOLDER = pytest.StashKey[Path]()
+_HARNESS = pytest.StashKey[Set[threading.Thread]]()

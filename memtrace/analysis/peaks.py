@@ -82,8 +82,11 @@ def balance(account: Account, memory: ProcessMemory, event: int) -> Balance:
     )
 
 
-def top_allocations(account: Account, event: int) -> list[Group]:
-    """What was live after ``event``, grouped by what made it, the largest group first."""
+def top_allocations(account: Account, event: int, born: np.ndarray | None = None) -> list[Group]:
+    """What was live after ``event``, grouped by what made it, the largest group first.
+
+    ``born``: by event, whether what it allocated counts (bool); None: all does.
+    """
     events, contexts = account.process.events, account.process.contexts
     order = account.by_storage[account.by_storage <= event]
     if len(order) == 0:
@@ -94,6 +97,8 @@ def top_allocations(account: Account, event: int) -> list[Group]:
     # where it was made.
     last = np.append(storage[1:] != storage[:-1], True) & ~np.isin(action, FREES)
     births = np.maximum.accumulate(np.where(action == Action.ALLOC, np.arange(len(order)), 0))
+    if born is not None:
+        last &= born[order[births]]
     pairs = np.stack([context[last], context[births[last]]], axis=1)
     kinds, kind = np.unique(pairs, axis=0, return_inverse=True)
     counts = np.bincount(kind.ravel(), minlength=len(kinds))
