@@ -35,8 +35,8 @@ class Recording:
     """This process's recording: the one it is under already, or one of its own at ``path``.
 
     Args:
-        path: the run to make. It has the name only once it is closed and kept; a run that was
-            there before is replaced.
+        path: the run to make. It has the name only once it is closed and kept; one that was there
+            before goes in any case.
         stacks: Python frames kept for each allocation, in a recording of its own.
         harness: threads that were there before any test, and aren't the tests'.
     """
@@ -98,8 +98,8 @@ class Recording:
         self._exits.close()
         if self._scratch is None:
             return
+        shutil.rmtree(self.path, ignore_errors=True)  # of an earlier run of the same test
         if self.keep:
-            shutil.rmtree(self.path, ignore_errors=True)
             self._scratch.rename(self.path)
         else:
             shutil.rmtree(self._scratch, ignore_errors=True)

@@ -49,7 +49,7 @@ class Reporting:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_terminal_summary(
-        self, terminalreporter: pytest.TerminalReporter
+        self, terminalreporter: "pytest.TerminalReporter"
     ) -> Generator[None, None, None]:
         stats = terminalreporter.stats
         over = stats.get(CATEGORY, [])
@@ -107,7 +107,7 @@ class Reporting:
             except OSError as error:
                 raise MemtraceError(f"{path} can't be written: {error.strerror}") from None
 
-    def _compare(self, terminal: pytest.TerminalReporter) -> None:
+    def _compare(self, terminal: "pytest.TerminalReporter") -> None:
         """Every metric that isn't what it was."""
         if self._options.compared is None:
             return

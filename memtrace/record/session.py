@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from itertools import compress
 from pathlib import Path
 from typing import Any, cast
 
@@ -171,8 +172,10 @@ class Session:
     def adopt_existing(self) -> None:
         """Book what was allocated before the recording began and is reachable from Python."""
         source = self.source()
-        kinds = set(_subclasses(torch.Tensor))  # a look-up each: there may be a million objects
-        for tensor in [thing for thing in gc.get_objects() if type(thing) in kinds]:
+        things = gc.get_objects()
+        kinds = set(_subclasses(torch.Tensor))
+        # Without a line of Python for each: there may be a million objects.
+        for tensor in compress(things, map(kinds.__contains__, map(type, things))):
             if not is_lazy(tensor):
                 if isinstance(tensor, torch.nn.Parameter):
                     source.retag(tensor, "model")
