@@ -2,9 +2,10 @@
 
     python benchmarks/prefill_speed.py [--tokens 4096] [--runs 7] [--chunk-size 512] [--json]
 
-SmolLM2-135M, the same prompt and budget, both schedules in one process and in turn, so that a
-machine's other work hits both alike; the ratio is the median of those of neighbouring runs. The
-share of scoring and compression is time within those phases of TideKV's prefill.
+SmolLM2-135M, the same prompt and budget, both schedules in one process and in turn, each first in
+every other pair, so that a machine's other work hits both alike; the ratio is the median of those
+of neighbouring runs. The share of scoring and compression is time within those phases of TideKV's
+prefill.
 """
 
 import argparse
@@ -77,7 +78,8 @@ def main() -> int:
         run(model, ids[:, : BUDGET + 1], schedule)
     found: dict[str, list[Any]] = {name: [] for name in schedules}
     for number in range(args.runs):
-        for name, schedule in schedules.items():
+        turn = list(schedules.items())
+        for name, schedule in turn if number % 2 == 0 else reversed(turn):
             found[name].append(run(model, ids, schedule))
             first, decode, _ = found[name][-1]
             print(
