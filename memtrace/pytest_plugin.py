@@ -81,12 +81,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     from memtrace.budgets.plans import PLAN, baselines_first, plan
 
-    options = _run(config).options
+    running = _run(config)
+    options = running.options
     for item in items:
         found = plan(item, options.default, options.regressions_for(item.nodeid, None))
         if found is not None:
             item.stash[PLAN] = found
-    baselines_first(items)
+    running.awaited = baselines_first(items)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -234,6 +234,7 @@ def test_later():
     assert found["test_one_after_another"]["peak"] == 5 << 20
 
 
+@pytest.mark.slow
 def test_processes_of_a_recorded_pytest(pytester: pytest.Pytester) -> None:
     """Under memtrace record a test's processes are its own, too, and its workers' aren't."""
     source = """
@@ -261,6 +262,7 @@ def test_beside(n):
     result.stdout.fnmatch_lines(["more of it: memtrace report run"])
 
 
+@pytest.mark.slow
 def test_a_session_in_a_test(pytester: pytest.Pytester) -> None:
     """A budgeted test may run a pytest that has budgets, in its own process or another."""
     source = '''
@@ -315,6 +317,7 @@ def test_warm():
     )
 
 
+@pytest.mark.slow
 def test_the_same_measured_with_and_without_stacks(pytester: pytest.Pytester) -> None:
     with_stacks = measured(pytester, WORKLOAD)
     assert measured(pytester, WORKLOAD, "--memory-stacks=0") == with_stacks

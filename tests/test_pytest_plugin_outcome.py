@@ -162,12 +162,21 @@ def test_junit(pytester: pytest.Pytester) -> None:
         "peak 5.0 MiB > 2.0 MiB (+3.0 MiB), Temp 4.0 MiB > 1.0 MiB (+3.0 MiB)"
     )
     assert "largest allocations then:" in (failure.text or "")
-    found = {one.get("name"): one.get("value") for one in case.iter("property")}
+    properties = [(one.get("name"), one.get("value")) for one in case.iter("property")]
+    found = dict(properties)
+    assert len(found) == len(properties)
     assert found["memory.cpu.peak"] == str(5 << 20)
     assert found["memory.cpu.Temp"] == str(4 << 20)
     assert found["memory.cpu.end"] == "0"
     assert found["memory.limit.Temp"] == str(1 << 20)
     assert (found["memory.trace"] or "").endswith(".memtrace")
+
+
+def test_a_file_in_the_place_of_the_folder(pytester: pytest.Pytester) -> None:
+    (pytester.path / "file").touch()
+    result = run(pytester, BREACH, "--memory-traces=file")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["memory can't be recorded in *file: *"])
 
 
 def test_json(pytester: pytest.Pytester) -> None:

@@ -6,6 +6,7 @@ Each option has a twin in the configuration, of the same name; what the command 
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,5 +92,6 @@ def _traces(config: pytest.Config) -> Path:
         return config.rootpath / folder
     cache = getattr(config, "cache", None)  # absent with -p no:cacheprovider
     if cache is not None:
-        return Path(cache.mkdir("memory"))
+        with suppress(OSError):  # it can't be written
+            return Path(cache.mkdir("memory"))
     return Path(tempfile.gettempdir()) / f"memtrace-budgets-{os.getuid()}"

@@ -83,13 +83,18 @@ def _nearest(levels: Iterable[Sequence[Budget]]) -> list[Limit]:
     return found
 
 
-def baselines_first(items: list[pytest.Item]) -> None:
-    """Move tests that measure a baseline before the first one that needs it; the rest stays."""
+def baselines_first(items: list[pytest.Item]) -> set[str]:
+    """Move tests that measure a baseline before the first one that needs it; the rest stays.
+
+    Returns:
+        The names of all baselines that are measured.
+    """
     for name in sorted({name for item in items for name in _plan(item).needs}):
         first = next(n for n, item in enumerate(items) if name in _plan(item).needs)
         late = [item for item in items[first:] if name in _plan(item).names]
         rest = [item for item in items[first:] if item not in late]
         items[first:] = late + rest
+    return {name for item in items for name in _plan(item).names}
 
 
 def _plan(item: pytest.Item) -> Plan:

@@ -1,7 +1,7 @@
 """The hooks around reports: the word for a breach, the summary, and the files."""
 
 import json
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -39,13 +39,11 @@ class Reporting:
         test["memory"] = getattr(report, "memory", test["memory"])
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_report_teststatus(
-        self, report: pytest.TestReport
-    ) -> tuple[str, str, tuple[str, Mapping[str, bool]]] | None:
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
         headline = getattr(report, "over_budget", None)
         if headline is None or not report.failed:
             return None
-        return CATEGORY, "M", (f"OVER BUDGET {headline}", {"red": True})
+        return CATEGORY, "M", f"OVER BUDGET {headline}"
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_terminal_summary(

@@ -45,6 +45,7 @@ class Running:
         self._harness = harness
         self._baselines = baselines
         self.options = options
+        self.awaited: set[str] = set()  # baselines that collected tests will measure
         self.root = config.rootpath  # frames of files below it are the user's
         self._test: MeasuredTest | None = None
         self._recording: Recording | None = None
@@ -194,7 +195,10 @@ class Running:
     def _new_recording(self, name: str) -> Recording:
         words = re.sub(r"[^\w.=-]+", "-", name.rpartition("/")[2]).strip("-")[:80]
         path = self.options.traces / f"{words}-{zlib.crc32(name.encode()):08x}.memtrace"
-        return Recording(path, self.options.stacks, self._harness)
+        try:
+            return Recording(path, self.options.stacks, self._harness)
+        except OSError as error:
+            pytest.fail(f"memory can't be recorded in {path.parent}: {error.strerror}", False)
 
     def _reference(self, item: pytest.Item, label: str | None, limit: Limit) -> Values:
         """What a relative limit is relative to.
@@ -205,7 +209,8 @@ class Running:
         if limit.saved:
             return self.options.saved_for(item.nodeid, label)
         name = limit.size.of or ""
-        patience = _WAIT_SECONDS if hasattr(self._config, "workerinput") else 0
+        elsewhere = hasattr(self._config, "workerinput") and name in self.awaited
+        patience = _WAIT_SECONDS if elsewhere else 0
         deadline = time.monotonic() + patience
         while (found := self._baselines.get(name, parameters(item))) is None:
             if time.monotonic() >= deadline:

@@ -146,11 +146,16 @@ def finding(
         if over:
             one.over += [f"{one}{f' on {block.device}' if several else ''}" for one in over]
             row, instant = _instant(block, over[0])
-            top = [] if row is None else block.top(row)[:_TOP]
+            top = [] if row is None else _foremost(block.top(row), over[0].limit.metric)[:_TOP]
             one.top += [_document(block.device, group) for group in top]
             parts.append(_explain(block, here, row, instant, top, root))
     one.text = "\n\n".join(parts)
     return one
+
+
+def _foremost(groups: Sequence[Group], metric: str) -> list[Group]:
+    """Those of the component that is over first, if it is one."""
+    return sorted(groups, key=lambda group: group.component.partition("/")[0] != metric)
 
 
 def _instant(block: Block, verdict: Verdict) -> tuple[int | None, str]:
@@ -182,7 +187,8 @@ def _explain(
     then = block.components(row)
     for name, size in {"all": sum(then.values()), **then}.items():
         peak = block.values["peak" if name == "all" else name]
-        lines.append(f"{name:<12}{format_size(size):>14}{format_size(peak):>14}")
+        if size or peak:
+            lines.append(f"{name:<12}{format_size(size):>14}{format_size(peak):>14}")
     if then["backend"] > 0:
         lines.append(_WORKSPACES)
     if top:
