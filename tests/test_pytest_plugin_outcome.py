@@ -70,6 +70,22 @@ def test_the_saved_trace_opens(pytester: pytest.Pytester) -> None:
     assert list((pytester.path / "none").iterdir()) == []
 
 
+def test_a_test_that_goes_elsewhere(pytester: pytest.Pytester) -> None:
+    """The trace is named as from where pytest was started."""
+    source = """
+import os
+
+@budget(peak="1 MiB")
+def test_it(tmp_path):
+    (tmp_path / "gone").mkdir()
+    os.chdir(tmp_path / "gone")
+    os.rmdir(tmp_path / "gone")
+    mib(2)
+"""
+    result = run(pytester, source, "--memory-traces=kept")
+    result.stdout.fnmatch_lines(["more of it: memtrace report kept/test_it.py-test_it-*.memtrace"])
+
+
 def test_each_outcome_is_counted_as_itself(pytester: pytest.Pytester) -> None:
     """Over budget apart from failed; a test that fails anyway shows its memory, too."""
     source = """

@@ -84,4 +84,4 @@ def _unjudged(label: str | None, error: MemtraceError, recording: Recording) -> 
 
 def _kept(one: Finding, recording: Recording) -> Finding:
     recording.keep = True
-    return one.kept(recording.path)
+    return one.kept(recording.path, recording.start)

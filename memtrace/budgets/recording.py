@@ -39,12 +39,16 @@ class Recording:
             before goes in any case.
         stacks: Python frames kept for each allocation, in a recording of its own.
         harness: threads that were there before any test, and aren't the tests'.
+        start: the folder that pytest was started in, wherever a test goes.
     """
 
     #: Whether a recording of its own outlives its end.
     keep = False
 
-    def __init__(self, path: Path, stacks: int, harness: "Set[threading.Thread]") -> None:
+    def __init__(
+        self, path: Path, stacks: int, harness: "Set[threading.Thread]", start: Path
+    ) -> None:
+        self.start = start
         self._exits = ExitStack()
         self._scratch: Path | None = None
         gc.collect()  # what is garbage already must not be freed, and counted, in the test

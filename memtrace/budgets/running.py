@@ -196,7 +196,8 @@ class Running:
         words = re.sub(r"[^\w.=-]+", "-", name.rpartition("/")[2]).strip("-")[:80]
         path = self.options.traces / f"{words}-{zlib.crc32(name.encode()):08x}.memtrace"
         try:
-            return Recording(path, self.options.stacks, self._harness)
+            start = self._config.invocation_params.dir
+            return Recording(path, self.options.stacks, self._harness, start)
         except OSError as error:
             pytest.fail(f"memory can't be recorded in {path.parent}: {error.strerror}", False)
 

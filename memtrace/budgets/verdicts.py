@@ -68,10 +68,10 @@ class Finding:
     def good(self) -> bool:
         return not self.over and self.problem is None
 
-    def kept(self, run: Path) -> "Finding":
-        """The same, with the run that shows more."""
+    def kept(self, run: Path, start: Path) -> "Finding":
+        """The same, with the run that shows more, named as from the folder ``start``."""
         self.trace = str(run)
-        shown = run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
+        shown = run.relative_to(start) if run.is_relative_to(start) else run
         self.text += f"\n\nmore of it: memtrace report {shlex.quote(str(shown))}"
         return self
 
