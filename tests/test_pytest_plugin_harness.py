@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from memtrace.virtual_gpu.launch import environment
 from tests.budgeting import QUIET, measured, read, run, words, write
 
 pytest_plugins = ["pytester"]
@@ -314,6 +315,49 @@ def test_warm():
     assert words(result) == {"test_cold[1]": "OVER", "test_cold[2]": "OVER", "test_warm": "PASSED"}
     result.stdout.fnmatch_lines(
         ["memory on cuda:0,*", "*backend holds workspaces that kernels keep from their first use*"]
+    )
+
+
+@pytest.mark.slow
+def test_recordings_of_its_own_on_cuda(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One a test, of the allocator's history; older blocks that are freed make room."""
+    for name, value in environment(["a100-40g"]).items():
+        monkeypatch.setenv(name, value)
+    source = """
+def on_card(n):
+    return torch.empty(n * MiB, dtype=torch.uint8, device="cuda")
+
+def test_leaves_something():
+    KEPT.append(on_card(64))
+
+@budget(peak="0 B", total="64 MiB", end="0 B")
+@pytest.mark.parametrize("n", range(3))
+def test_replaces_it(n):
+    KEPT.clear()
+    KEPT.append(on_card(64))
+
+@budget(peak="2 MiB", Temp="1 MiB", phase="score")
+@pytest.mark.parametrize("n", range(3))
+def test_over(n):
+    with scopes.phase("score"), scopes.layer(2), scopes.component("Temp"):
+        on_card(3)
+
+@pytest.mark.memory_plateau(requests=8, slope="1 MiB/100 requests")
+def test_leak():
+    KEPT.append(on_card(3))
+"""
+    result = session(pytester, source)
+    assert result.parseoutcomes() == {"passed": 4, "over": 4}
+    result.stdout.fnmatch_lines(
+        [
+            "memory on cuda:0, beyond what was there before",
+            "Temp in score * 1.0 MiB * 3.0 MiB * +2.0 MiB",
+            "  score > layer 2*",
+            "*test_it.py:*:on_card",
+            "OVER BUDGET allocated on cuda:0 3.0 MiB/request > * test_it.py::test_leak",
+        ]
     )
 
 

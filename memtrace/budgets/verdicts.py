@@ -17,7 +17,7 @@ from memtrace.sizes import format_size
 _TOP, _FRAMES = 8, 3
 
 _WORKSPACES = (
-    "backend holds workspaces that kernels keep from their first use on (cuBLAS: 32 MiB and more); "
+    "backend holds workspaces that kernels keep from their first use on (cuBLAS: 8 to 32 MiB); "
     "warmup=1 leaves a first use out"
 )
 
