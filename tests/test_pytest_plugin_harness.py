@@ -129,14 +129,20 @@ class TestOld(unittest.TestCase):
     def test_fails(self):
         mib(1)
         self.fail("mine")
+
+    @budget(peak="1 MiB", warmup=1)
+    def test_again(self):
+        pass
 """
     result = run(pytester, source, "-rA")
     assert words(result) == {
         "TestOld::test_within": "PASSED",
         "TestOld::test_over": "OVER",
         "TestOld::test_fails": "FAILED",
+        "TestOld::test_again": "FAILED",
     }
     result.stdout.fnmatch_lines(["*AssertionError: mine", "*- memory budget: peak 2.0 MiB > *"])
+    result.stdout.fnmatch_lines(["a test of unittest can't be run again: no warm-up, no plateau"])
 
 
 def test_threads(pytester: pytest.Pytester) -> None:

@@ -382,6 +382,7 @@ WRONG = [
         'plateau(requests=4, slope="1 MB/s")',
         "memory_plateau(slope='1 MB/s'): write it as 1 MiB/100",
     ),
+    ('plateau(requests=5, slope="1 B/request")', "memory_plateau(requests=5): 5 or more must be"),
     ('plateau(4, slope="1 B/request")', "memory_plateau takes names: memory_plateau(requests="),
 ]
 

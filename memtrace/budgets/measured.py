@@ -1,6 +1,7 @@
 """One run of a test with a marker, from its set-up to its teardown."""
 
 import gc
+import unittest
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -66,7 +67,7 @@ class MeasuredTest:
         if self._plan.warmup:
             with self.aside():
                 for _ in range(self._plan.warmup):
-                    self._item.runtest()
+                    self._run_body()
                 gc.collect()  # its garbage must not be freed, and counted, in the body
         self._start = self._recording.now()
 
@@ -82,7 +83,7 @@ class MeasuredTest:
         self._body_ends.append(self._request_end())
         if not made_requests(self._recording, self._start, self._body_ends[-1]):
             for _ in range(wanted.requests - 1):
-                self._item.runtest()
+                self._run_body()
                 self._body_ends.append(self._request_end())
 
     def end_body(self, *, failed: bool) -> None:
@@ -121,6 +122,13 @@ class MeasuredTest:
         for name in self._plan.names:
             self._running.keep_baseline(self._item, name, one)
         self._say([one])
+
+    def _run_body(self) -> None:
+        """Once more than pytest does."""
+        case = getattr(self._item, "cls", None)
+        if case is not None and issubclass(case, unittest.TestCase):
+            pytest.fail("a test of unittest can't be run again: no warm-up, no plateau", False)
+        self._item.runtest()
 
     def _fixtures_ended(self) -> None:
         """What the test leaves behind is what is there now; what a wider scope frees is its own."""

@@ -146,6 +146,8 @@ def parse_plateau(words: Mapping[str, Any]) -> Plateau:
     Raises:
         MemtraceError: an unknown word, or a value that can't be.
     """
+    from memtrace.analysis.stability import FEWEST
+
     known = ("requests", "slope", "warmup")
     for word in words:
         if word not in known:
@@ -167,11 +169,15 @@ def parse_plateau(words: Mapping[str, Any]) -> Plateau:
         raise MemtraceError(
             f"memory_plateau(slope={text!r}): write it as 1 MiB/100 requests or 64 KiB/request"
         )
+    if requests - _count("memory_plateau", "warmup", warmup, least=0) < FEWEST:
+        raise MemtraceError(
+            f"memory_plateau(requests={requests}): {FEWEST} or more must be left after the warm-up"
+        )
     return Plateau(
         requests=requests,
         slope=_size("slope", match[1], "per so many requests").bytes / count,
         text=text,
-        warmup=_count("memory_plateau", "warmup", warmup, least=0),
+        warmup=warmup,
     )
 
 
