@@ -35,6 +35,7 @@ def test_over():
 """
 
 
+@pytest.mark.slow
 def test_xdist(pytester: pytest.Pytester) -> None:
     """The same bytes, outcomes and files as without it; baselines are shared."""
     plain = session(pytester, WORKLOAD, "--memory-save=plain")
@@ -56,6 +57,7 @@ def test_xdist(pytester: pytest.Pytester) -> None:
     assert '"memory.cpu.peak" value="2097152"' in (pytester.path / "x.xml").read_text()
 
 
+@pytest.mark.slow
 def test_reruns(pytester: pytest.Pytester) -> None:
     """A breach is run again; each run is measured anew and nothing of the last one is held."""
     source = """
@@ -78,6 +80,7 @@ def test_always_over():
     assert len(list((pytester.path / ".pytest_cache/d/memory").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_asyncio(pytester: pytest.Pytester) -> None:
     """Tasks, and threads that they hand work to."""
     source = """
@@ -190,6 +193,7 @@ def test_own():
     )
 
 
+@pytest.mark.slow
 def test_processes(pytester: pytest.Pytester) -> None:
     """However they are started; what runs at once adds up; what a fork inherits doesn't count."""
     source = """

@@ -264,6 +264,7 @@ def test_lifted():
     }
 
 
+@pytest.mark.slow
 def test_every_option_has_its_twin(pytester: pytest.Pytester) -> None:
     """In the configuration; the command line wins."""
     pytester.makeini(
