@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from memtrace.allocator.device import Device
-from memtrace.allocator.requests import before_of, fraction_of
+from memtrace.allocator.requests import before_of, fraction_of, pools_of
 from memtrace.allocator.simulation import ENDLESS
 from memtrace.allocator.warm import Event
 from memtrace.errors import MemtraceError
@@ -79,8 +79,7 @@ class History:
         self.rows = rows
         events, contexts = process.events, process.contexts
         context = events["context"][rows]
-        names = sorted({contexts["pool"][one] for one in np.unique(context)} - {None})
-        pool = np.array([names.index(one) + 1 if one in names else 0 for one in contexts["pool"]])
+        _, pool = pools_of(process, context)
         self.columns = (
             np.asarray(contexts["action"])[context],
             events["id"][rows],

@@ -79,9 +79,7 @@ def requests_of(process: ProcessTrace, device: str) -> Requests:
     context = events["context"][rows]
     action = actions[context]
     number, strange = _numbered(action, events["id"][rows])
-    names = sorted({contexts["pool"][one] for one in np.unique(context)} - {None})
-    numbers = [names.index(one) + 1 if one in names else 0 for one in contexts["pool"]]
-    pool = np.array(numbers, dtype=np.int16)
+    names, pool = pools_of(process, context)
     kinds = np.full(max(Action) + 1, -1, dtype=np.int8)
     kinds[list(_KINDS)] = list(_KINDS.values())
     asked = np.flatnonzero((kinds[action] >= 0) & (number >= 0))
@@ -114,11 +112,20 @@ def requests_of(process: ProcessTrace, device: str) -> Requests:
         ops=ops,
         event=rows[place],
         streams=streams,
-        pools=tuple(names),
+        pools=names,
         warm=int(warm),
         retags=np.stack((rows[tagged], number[tagged]), axis=1),
         strange=strange,
     )
+
+
+def pools_of(process: ProcessTrace, used: np.ndarray) -> tuple[tuple[str, ...], np.ndarray]:
+    """Names of the private pools that the contexts ``used`` are of, and by context the number of
+    its pool: 0 for the default one, 1 for the first name (int16)."""
+    pools = process.contexts["pool"]
+    names = tuple(sorted({pools[one] for one in np.unique(used)} - {None}))
+    numbers = [names.index(one) + 1 if one in names else 0 for one in pools]
+    return names, np.array(numbers, dtype=np.int16)
 
 
 def _numbered(action: np.ndarray, address: np.ndarray) -> tuple[np.ndarray, int]:
