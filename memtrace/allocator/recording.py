@@ -108,10 +108,10 @@ class History:
 
     def _device(self) -> tuple[int, float | None]:
         """Memory of the device, and what share of it may be reserved, as far as it is known."""
-        for found in (self.process.manifest.get("cuda") or {}).get("devices", []):
-            if f"cuda:{found['ordinal']}" == self.device and found["total_memory"]:
-                return int(found["total_memory"]), fraction_of(found)
-        return ENDLESS, None
+        found = self.process.cuda_device(self.device)
+        if not found.get("total_memory"):
+            return ENDLESS, None
+        return int(found["total_memory"]), fraction_of(found)
 
     def mapped(self) -> list[Event]:
         """What is mapped after what was there before."""

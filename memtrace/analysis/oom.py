@@ -11,7 +11,6 @@ from memtrace.analysis.accounts import Account
 from memtrace.analysis.failure import Diagnosis, Kind, Request, diagnose
 from memtrace.analysis.peaks import Group, top_allocations
 from memtrace.analysis.places import Place, place
-from memtrace.analysis.process import cuda_device
 from memtrace.analysis.segments import Layout, Totals, layout_at
 from memtrace.trace.schema import Action
 
@@ -49,7 +48,7 @@ class Oom:
         """What was asked for, of whom."""
         process = self.account.process
         settings = settings_of(process)
-        fraction = cuda_device(process, self.device).get("memory_fraction")
+        fraction = process.cuda_device(self.device).get("memory_fraction")
         if fraction is None:
             fraction = settings.fraction
         return Request.at(self.account, self.event, settings, self.total, fraction)

@@ -10,7 +10,7 @@ import numpy as np
 from memtrace.analysis.accounts import Account
 from memtrace.sizes import format_size
 from memtrace.trace.manifest import Knowledge
-from memtrace.trace.reader import ProcessTrace, Trace
+from memtrace.trace.reader import ProcessTrace, Trace, cuda_ordinal
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def gpu(trace: Trace, process: ProcessTrace, device: str) -> tuple[str | None, s
     if not known:
         sampling = trace.manifest.get("sampling") or {}
         return None, sampling.get("nvml") or "no launcher sampled it"
-    own = cuda_device(process, device).get("uuid")
+    own = process.cuda_device(device).get("uuid")
     if own is not None:
         found = [uuid for uuid in known if _bare(uuid) == _bare(own)]
         if found:
@@ -118,7 +118,7 @@ def beside(
     """
     if device.partition(":")[0] != "cuda":
         return {}, None
-    total = cuda_device(process, device).get("total_memory")
+    total = process.cuda_device(device).get("total_memory")
     found = {"pinned": _rows(trace, process, "pinned")}
     uuid, _ = gpu(trace, process, device)
     if uuid is not None:
@@ -162,22 +162,10 @@ def _statuses(trace: Trace) -> dict[str, str]:
     return {gpu["uuid"]: gpu["status"] for gpu in gpus}
 
 
-def cuda_device(process: ProcessTrace, device: str) -> Mapping[str, Any]:
-    """What the process itself said of a CUDA device; empty if it didn't, or it is none."""
-    ordinal = _ordinal(device)
-    devices = (process.manifest.get("cuda") or {}).get("devices") or []
-    return next((one for one in devices if one.get("ordinal") == ordinal), {})
-
-
-def _ordinal(device: str) -> int | None:
-    kind, _, number = device.partition(":")
-    return int(number or 0) if kind == "cuda" else None
-
-
 def virtual_card(trace: Trace, device: str) -> Mapping[str, Any]:
     """The figures of a virtual device, as the catalogue has them; none of another device."""
     devices = (trace.manifest.get("virtual_gpu") or {}).get("devices") or []
-    number = _ordinal(device)
+    number = cuda_ordinal(device)
     found: Mapping[str, Any] = {}
     if number is not None and number < len(devices):
         found = devices[number]

@@ -37,9 +37,9 @@ def setup_of(trace: Trace, process: ProcessTrace, device: str) -> Setup:
     """The allocator and the device of a recording, as far as it tells."""
     settings = settings_of(process)
     setup = Setup(settings, version_of(process) or NEWEST)
-    for found in (process.manifest.get("cuda") or {}).get("devices", []):
-        if f"cuda:{found['ordinal']}" == device and found["total_memory"]:
-            setup = replace(setup, total=found["total_memory"], fraction=fraction_of(found))
+    found = process.cuda_device(device)
+    if found.get("total_memory"):
+        setup = replace(setup, total=found["total_memory"], fraction=fraction_of(found))
     if setup.total == ENDLESS:  # its allocator wasn't recorded
         setup = replace(setup, total=virtual_card(trace, device).get("total", ENDLESS))
     if setup.total != ENDLESS:

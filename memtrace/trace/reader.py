@@ -108,6 +108,12 @@ def _numbers(column: pa.ChunkedArray) -> np.ndarray:
     return np.concatenate(parts) if parts else np.empty(0, np.dtype(str(column.type)))
 
 
+def cuda_ordinal(device: str) -> int | None:
+    """``cuda:1`` → 1; None: no CUDA device."""
+    kind, _, number = device.partition(":")
+    return int(number or 0) if kind == "cuda" else None
+
+
 @dataclass(frozen=True)
 class ProcessTrace:
     """One process of a run. Columns are NumPy arrays where they are numbers, lists otherwise."""
@@ -154,6 +160,12 @@ class ProcessTrace:
     def contexts_on(self, device: str) -> np.ndarray:
         """Which contexts name ``device``: bool, one a row."""
         return np.array([name == device for name in self.contexts["device"]], dtype=bool)
+
+    def cuda_device(self, device: str) -> Mapping[str, Any]:
+        """What the process itself said of a CUDA device; empty if it didn't, or it is none."""
+        number = cuda_ordinal(device)
+        devices = (self.manifest.get("cuda") or {}).get("devices") or []
+        return next((one for one in devices if one.get("ordinal") == number), {})
 
     @cached_property
     def scopes(self) -> Columns:
