@@ -8,7 +8,7 @@ import numpy as np
 from memtrace.analysis.accounts import Account
 from memtrace.analysis.places import OUTSIDE, SEPARATOR, Place, inside, place
 from memtrace.analysis.process import ProcessMemory
-from memtrace.components import external
+from memtrace.components import external, live
 from memtrace.trace.schema import FREES, Action
 
 
@@ -68,12 +68,13 @@ def balance(account: Account, memory: ProcessMemory, event: int) -> Balance:
     sample = memory.nearest(time_us)
     process = None if sample is None else int(memory.value[sample])
     rest = None if reserved is None or process is None else external(process, reserved)
+    components = {name: one.read_one(event) for name, one in account.components.items()}
     return Balance(
         event=event,
         time_us=time_us,
         allocated=allocated,
-        live=account.live.read_one(event),
-        components={name: one.read_one(event) for name, one in account.components.items()},
+        live=live(components),
+        components=components,
         details={name: one.read_one(event) for name, one in account.details.items()},
         allocator=None if reserved is None else reserved - allocated,
         external=rest,

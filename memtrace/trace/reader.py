@@ -193,6 +193,7 @@ class ProcessTrace:
             TraceError: an event names a context that isn't there.
         """
         events = self._whole_columns("events", "time_us", "id", "bytes", "context")
+        pa.default_memory_pool().release_unused()  # as much again as the columns take
         context = events["context"]
         if len(context) and not (
             int(np.min(context)) >= 0 and int(np.max(context)) < len(self.contexts["action"])
