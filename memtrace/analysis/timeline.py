@@ -29,33 +29,54 @@ class Timeline:
     total_events: int
 
 
-def timeline(account: Account, memory: ProcessMemory, bins: int = 1000) -> Timeline:
-    """At most ``2 * bins + 2`` events, and as many samples of process memory."""
-    steps = account.allocated.at
-    picked = _extremes(account.time_us[steps], account.allocated.levels[1:], bins)
-    last = len(account.time_us) - 1
-    events = np.unique(np.concatenate((steps[picked], [0, last])))
-    sampled = _extremes(memory.time_us, memory.value, bins)
+def timeline(
+    account: Account,
+    memory: ProcessMemory,
+    *,
+    span_us: tuple[int, int] | None = None,
+    bins: int = 1000,
+) -> Timeline:
+    """At most ``2 * bins + 2`` events, and as many samples of process memory.
+
+    Args:
+        span_us: only these microseconds, both ends included; what was held when they begin is in
+            the last event before them, where there is one. None: the whole account.
+    """
+    time_us, steps = account.time_us, account.allocated.at
+    first, last = 0, len(time_us) - 1
+    sampled = slice(0, len(memory.time_us))
+    if span_us is not None:
+        first, last = np.maximum(account.event_at(np.array([span_us[0] - 1, span_us[1]])), 0)
+        sampled = slice(*np.searchsorted(memory.time_us, [span_us[0], span_us[1] + 1]))
+    borders = np.searchsorted(steps, first + _borders(time_us[first : last + 1], bins))
+    picked = _extremes(account.allocated.levels[1:], borders)
+    events = np.unique(np.concatenate((steps[picked], [first, last])))
+    sample_us, value = memory.time_us[sampled], memory.value[sampled]
+    chosen = _extremes(value, _borders(sample_us, bins))
     return Timeline(
         events=events,
-        time_us=account.time_us[events],
+        time_us=time_us[events],
         allocated=account.allocated.read(events),
         components={name: series.read(events) for name, series in account.components.items()},
-        process_time_us=memory.time_us[sampled],
-        process=memory.value[sampled],
-        total_events=len(account.time_us),
+        process_time_us=sample_us[chosen],
+        process=value[chosen],
+        total_events=int(last - first) + 1,
     )
 
 
-def _extremes(time: np.ndarray, value: np.ndarray, bins: int) -> np.ndarray:
-    """Positions of the smallest and largest value in each of ``bins`` equal spans of time."""
+def _borders(time: np.ndarray, bins: int) -> np.ndarray:
+    """Where in ``time`` each of ``bins`` equal spans of it begins, and where the last one ends."""
     if len(time) <= 2 * bins:
-        return np.arange(len(time))
+        return np.arange(len(time) + 1)
     edges = np.linspace(time[0], time[-1], bins + 1)[1:-1]
-    borders = [0, *np.searchsorted(time, edges), len(time)]
+    return np.array([0, *np.searchsorted(time, edges), len(time)])
+
+
+def _extremes(value: np.ndarray, borders: np.ndarray) -> np.ndarray:
+    """Positions of the smallest and the largest value between each border and the next."""
     found: list[int] = []
-    for start, stop in pairwise(borders):
+    for start, stop in pairwise(borders.tolist()):
         if stop > start:
             part = value[start:stop]
             found += (start + int(part.argmin()), start + int(part.argmax()))
-    return np.unique(found)
+    return np.unique(np.array(found, dtype=np.int64))

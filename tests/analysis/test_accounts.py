@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from memtrace.analysis.accounts import Account, accounts
 from memtrace.analysis.identities import check
@@ -84,6 +85,27 @@ def test_every_drawn_point_adds_up_and_the_peak_is_drawn(history: History, folde
     assert drawn.allocated.max() == account.allocated.peak
     assert len(drawn.events) <= 2 * 4 + 2
     assert (np.diff(drawn.time_us) >= 0).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(history=histories(), ends=st.tuples(st.integers(-5, 70), st.integers(0, 70)))
+def test_a_part_of_the_timeline_has_its_own_peak_and_begins_with_what_was_held(
+    history: History, ends: tuple[int, int], folder: Path
+) -> None:
+    trace = written(history, folder)
+    account = accounts(trace.processes[0])[0]
+    begin, end = 1000 * ends[0], 1000 * (ends[0] + ends[1])
+    memory = process_memory(trace, account.process)
+    drawn = timeline(account, memory, span_us=(begin, end), bins=4)
+    first, last = (
+        int((account.time_us < begin).sum()) - 1,
+        int((account.time_us <= end).sum()) - 1,
+    )
+    within = account.allocated.read(np.arange(max(first, 0), max(last, 0) + 1))
+    assert drawn.allocated.max() == within.max()
+    assert drawn.allocated[0] == within[0]
+    assert drawn.total_events == len(within)
+    assert ((drawn.process_time_us >= begin) & (drawn.process_time_us <= end)).all()
 
 
 def test_timeline_keeps_a_spike_of_one_event_among_many(tmp_path: Path) -> None:
