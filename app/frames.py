@@ -1,13 +1,13 @@
 """Analysed runs as data frames: sizes as text where they are read, as bytes where they are data."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
-from app.figures.timeline import highest
+from app.figures.timeline import Panel, highest
 from memtrace.analysis.compare import TERMS, Comparison, difference
 from memtrace.analysis.peaks import Group
-from memtrace.analysis.timeline import Timeline
+from memtrace.render import facts
 from memtrace.sizes import format_size
 
 _LABELS = {
@@ -49,12 +49,36 @@ def allocations(groups: Iterable[Group]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["component", "bytes", "count", "made in"])
 
 
-def points(drawn: Timeline) -> pd.DataFrame:
-    """What a panel draws, in bytes: one row a drawn event."""
+def terms(comparison: Comparison) -> pd.DataFrame:
+    """At each run's peak and each at its own peak: bytes of every term, empty where unknown."""
+    rows = [
+        (side.name, term, side.at_peak[term], side.own_peak[term])
+        for side in comparison.sides
+        for term in TERMS
+    ]
+    frame = pd.DataFrame(rows, columns=["run", "term", "at the peak", "own peak"])
+    return frame.astype({"at the peak": "Int64", "own peak": "Int64"})
+
+
+def recordings(comparison: Comparison) -> pd.DataFrame:
+    """What was run, how its bytes are known, and what is missing: a column a run."""
+    found = pd.DataFrame({side.name: facts(side.summary) for side in comparison.sides})
+    return found.fillna("")
+
+
+def points(panels: Sequence[Panel]) -> pd.DataFrame:
+    """What the timelines draw, in bytes: one row a drawn event."""
+    return pd.concat([_points(panel) for panel in panels], ignore_index=True)
+
+
+def _points(panel: Panel) -> pd.DataFrame:
+    drawn = panel.timeline
     columns = {
         "seconds": drawn.time_us / 1e6,
         "event": drawn.events,
         "allocated": drawn.allocated,
         **drawn.components,
     }
-    return pd.DataFrame(columns).iloc[highest(drawn)]
+    frame = pd.DataFrame(columns).iloc[highest(drawn)]
+    frame.insert(0, "run", panel.name)
+    return frame

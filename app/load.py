@@ -1,39 +1,77 @@
-"""Runs as the page needs them, kept in memory for as long as their files don't change."""
+"""Runs as the pages need them, kept in memory for as long as their files don't change."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import streamlit as st
 
 from memtrace.analysis.summary import AccountSummary, Summary, summarise
-from memtrace.analysis.timeline import Timeline, timeline
-from memtrace.errors import MemtraceError
+from memtrace.errors import MemtraceError, TraceError
 from memtrace.trace.reader import open_trace
+
+#: Subjects that are shown at once, and runs that are kept.
+MOST = 8
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One device in one process of a run: what a page shows beside others."""
+
+    name: str  # no other subject of the page has it
+    summary: Summary  # of the run; its primary account is this one, its name the subject's
+    account: AccountSummary
+    key: Hashable  # the same as long as the run's files are
+
+
+#: For ``st.cache_resource(hash_funcs=…)`` of a function of a subject.
+BY_SUBJECT: dict[str | type, Callable[[Any], Any]] = {Subject: lambda subject: subject.key}
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run, its primary account, and what is drawn of that."""
+    """One run, as it was read when its files were last changed."""
 
     summary: Summary
-    account: AccountSummary
-    timeline: Timeline
+    version: Hashable
+
+    def subject(self, name: str, account: AccountSummary) -> Subject:
+        """One of the run's accounts, by a name of the caller's choice."""
+        others = (one for one in self.summary.accounts if one is not account)
+        summary = replace(self.summary, name=name, accounts=(account, *others))
+        return Subject(name, summary, account, (self.version, account.folder, account.device))
 
 
 def load(folder: str) -> Run:
     """The run in ``folder``.
 
     Raises:
-        MemtraceError: it is missing, damaged, or saw no tensor.
+        MemtraceError: it is missing or damaged, or saw no tensor.
     """
     files = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
-    return _load(folder, tuple(path.stat().st_mtime_ns for path in files))
+    version = tuple(path.stat().st_mtime_ns for path in files)
+    return Run(_read(folder, version), (folder, version))
 
 
-@st.cache_resource(max_entries=8, show_spinner="Reading the run …")
-def _load(folder: str, changed: tuple[int, ...]) -> Run:
+def prepare(folders: Sequence[str]) -> None:
+    """Read the runs, so that no page waits for it.
+
+    Raises:
+        TraceError: one is damaged.
+    """
+    for folder in folders:
+        try:
+            load(folder)
+        except TraceError:
+            raise
+        except MemtraceError:
+            continue  # it is whole, and the page says what it lacks
+
+
+@st.cache_resource(max_entries=MOST, show_spinner=False)
+def _read(folder: str, version: Hashable) -> Summary:
     summary = summarise(open_trace(folder))
     if summary.primary is None:
         raise MemtraceError(f"{summary.name} saw no tensor, so there is nothing to draw")
-    one = summary.primary
-    return Run(summary, one, timeline(one.account, one.memory))
+    return summary

@@ -74,9 +74,16 @@ def grid(*headers: str, text: Iterable[int] = (0,)) -> Table:
 
 
 def header(summary: Summary) -> Table:
-    """What was run, how its bytes are known, and what is missing."""
+    """The facts of a run as a table."""
     table = grid("", "", text=(0, 1))
     table.show_header = False
+    for key, value in facts(summary).items():
+        table.add_row(Text(key, style="dim"), Text(value))
+    return table
+
+
+def facts(summary: Summary) -> dict[str, str]:
+    """What was run, how its bytes are known, and what is missing."""
     one = summary.primary
     rows = {"command": " ".join(summary.command) or UNKNOWN, "known": _known(summary)}
     if summary.events or summary.dropped:
@@ -105,9 +112,7 @@ def header(summary: Summary) -> Table:
             if one.identities.hold
             else f"inconsistent: {one.identities.problem}"
         )
-    for key, value in rows.items():
-        table.add_row(Text(key, style="dim"), Text(value))
-    return table
+    return rows
 
 
 def _headroom(one: AccountSummary) -> str:

@@ -215,8 +215,11 @@ def fails(run: Path, capsys: pytest.CaptureFixture[str], good: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    def started(*command: object) -> None:
-        raise AssertionError(f"the viewer started on a damaged run: {command}")
+    def started(_program: str, words: list[str]) -> None:
+        from app.load import prepare
+
+        prepare(words[words.index("--") + 1 :])  # as the server does before it answers
+        raise AssertionError(f"the viewer started on a damaged run: {words}")
 
     monkeypatch.setattr(os, "execv", started)
     return prefill().write(tmp_path / "run.memtrace")

@@ -10,6 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from app.figures.style import Look, Unit, dress, unit_of
 from memtrace.analysis.peaks import Balance
 from memtrace.analysis.timeline import Timeline
 from memtrace.components import COLOURS, TENSOR_COMPONENTS
@@ -17,23 +18,8 @@ from memtrace.sizes import format_size
 
 _COLUMNS = 2
 _HEIGHT = 420  # pixels a row of panels
-_INK = "#222222"
-_SEPARATOR = {"width": 1, "color": "white"}
-_EDGE = {"width": 1.2, "color": _INK}
-_DOTTED = {"width": 1.5, "color": "#777777", "dash": "dot"}
 #: Spans of time that a panel tells apart: two pixels or so each.
 SPANS = 400
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A unit of the axes; ``size`` in bytes."""
-
-    name: str
-    size: int
-
-
-_UNITS = (Unit("GiB", 2**30), Unit("MiB", 2**20), Unit("KiB", 2**10), Unit("B", 1))
 
 
 @dataclass(frozen=True)
@@ -47,14 +33,13 @@ class Panel:
     source: str | None
 
 
-def timelines(panels: Sequence[Panel]) -> go.Figure:
+def timelines(panels: Sequence[Panel], look: Look) -> go.Figure:
     """Components stacked in steps, their total and process memory as lines, the peak marked.
 
     Bytes are drawn in one unit (B to GiB) on axes that scale together, time in seconds since the
     run began. A component that no run holds is left out.
     """
-    largest = max(_largest(panel) for panel in panels)
-    unit = next(unit for unit in _UNITS if largest >= 2 * unit.size or unit.size == 1)
+    unit = unit_of(_largest(panel) for panel in panels)
     shown = [
         name
         for name in TENSOR_COMPONENTS
@@ -71,20 +56,17 @@ def timelines(panels: Sequence[Panel]) -> go.Figure:
     )
     for number, panel in enumerate(panels):
         place = {"row": number // columns + 1, "col": number % columns + 1}
-        for trace in _traces(panel, number, shown, unit):
+        for trace in _traces(panel, number, shown, unit, look):
             figure.add_trace(trace, **place)
     _name_once(figure)
     figure.update_xaxes(title_text="seconds since the run began", showgrid=False)
-    figure.update_yaxes(rangemode="tozero", gridcolor="#E5E5E5", zeroline=False)
+    figure.update_yaxes(rangemode="tozero", zeroline=False)
     for row in range(rows):
         figure.update_yaxes(title_text=unit.name, row=row + 1, col=1)
+    dress(figure, look, _HEIGHT * rows, top=70)
     figure.update_layout(
-        template="plotly_white",
-        height=_HEIGHT * rows,
-        margin={"l": 10, "r": 10, "t": 70, "b": 10},
         hovermode="x unified",
         legend={"orientation": "h", "yanchor": "bottom", "y": 1.06, "x": 0, "traceorder": "normal"},
-        font={"color": _INK},
     )
     return figure
 
@@ -102,7 +84,9 @@ def _largest(panel: Panel) -> int:
     return int(max(panel.peak.allocated, panel.timeline.process.max(initial=0)))
 
 
-def _traces(panel: Panel, number: int, shown: Sequence[str], unit: Unit) -> list[go.Scatter]:
+def _traces(
+    panel: Panel, number: int, shown: Sequence[str], unit: Unit, look: Look
+) -> list[go.Scatter]:
     drawn = panel.timeline
     picked = highest(drawn)
     time_us = drawn.time_us[picked]
@@ -114,15 +98,17 @@ def _traces(panel: Panel, number: int, shown: Sequence[str], unit: Unit) -> list
             unit,
             stackgroup=f"run {number}",
             fillcolor=COLOURS[name],
-            line=_SEPARATOR,
+            line={"width": 1, "color": look.background},
         )
         for name in shown
     ]
-    traces.append(_steps("allocated", time_us, drawn.allocated[picked], unit, line=_EDGE))
+    edge = {"width": 1.2, "color": look.ink}
+    traces.append(_steps("allocated", time_us, drawn.allocated[picked], unit, line=edge))
     if panel.source is not None and len(drawn.process):
         name = f"process ({panel.source.upper()})"
-        traces.append(_steps(name, drawn.process_time_us, drawn.process, unit, line=_DOTTED))
-    return [*traces, _peak_marker(panel, unit)]
+        dotted = {"width": 1.5, "color": look.faint, "dash": "dot"}
+        traces.append(_steps(name, drawn.process_time_us, drawn.process, unit, line=dotted))
+    return [*traces, _peak_marker(panel, unit, look)]
 
 
 def highest(drawn: Timeline) -> np.ndarray:
@@ -154,14 +140,14 @@ def _steps(
     )
 
 
-def _peak_marker(panel: Panel, unit: Unit) -> go.Scatter:
+def _peak_marker(panel: Panel, unit: Unit, look: Look) -> go.Scatter:
     begin, end = int(panel.timeline.time_us[0]), int(panel.timeline.time_us[-1])
     late = 2 * panel.peak.time_us > begin + end
     return go.Scatter(
         x=[panel.peak.time_us / 1e6],
         y=[panel.peak.allocated / unit.size],
         mode="markers+text",
-        marker={"size": 9, "color": _INK, "symbol": "triangle-down"},
+        marker={"size": 9, "color": look.ink, "symbol": "triangle-down"},
         text=[f"peak {format_size(panel.peak.allocated)}"],
         textposition="top left" if late else "top right",
         cliponaxis=False,

@@ -28,16 +28,13 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         MemtraceError: a run is missing or damaged, or the viewer's packages aren't installed.
     """
-    from memtrace.analysis.summary import summarise
     from memtrace.trace.reader import open_trace
 
     if args.port is not None and not 1 <= args.port <= 65535:
         raise MemtraceError(f"{args.port} is not a port; use one from 1 to 65535")
     folders = []
     for path in args.runs:
-        trace = open_trace(path)
-        summarise(trace)
-        folders.append(str(trace.folder.resolve()))
+        folders.append(str(open_trace(path).folder.resolve()))
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise MemtraceError(
@@ -61,5 +58,5 @@ def _server(folders: list[str], port: int | None, no_browser: bool) -> list[str]
         options.append(f"--server.port={port}")
     if no_browser:
         options.append("--server.headless=true")
-    command = [sys.executable, "-P", "-m", "streamlit", "run", str(page), *options]
+    command = [sys.executable, "-P", "-m", "app", "run", str(page), *options]
     return [*command, "--", *folders]

@@ -7,6 +7,7 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
+from app.figures.style import LIGHT
 from app.figures.timeline import SPANS, Panel, describe, highest, timelines
 from app.frames import equations, points
 from memtrace.analysis.compare import compare
@@ -45,7 +46,7 @@ def stack(figure: go.Figure, axis: str) -> Sequence[go.Scatter]:
 
 
 def test_components_are_stacked_in_their_own_colours_and_add_up(panels: list[Panel]) -> None:
-    figure = timelines(panels)
+    figure = timelines(panels, LIGHT)
     for axis, panel in zip(("x", "x2"), panels, strict=True):
         bands = stack(figure, axis)
         assert [band.name for band in bands] == ["model", "KV_res", "Hidden", "Act", "Temp"]
@@ -57,7 +58,7 @@ def test_components_are_stacked_in_their_own_colours_and_add_up(panels: list[Pan
 
 
 def test_runs_share_one_scale_and_one_legend(panels: list[Panel]) -> None:
-    figure = timelines(panels)
+    figure = timelines(panels, LIGHT)
     assert figure.layout.yaxis2.matches == "y"
     assert figure.layout.yaxis.title.text == "MiB"
     assert "seconds" in figure.layout.xaxis.title.text
@@ -67,7 +68,7 @@ def test_runs_share_one_scale_and_one_legend(panels: list[Panel]) -> None:
 
 
 def test_the_peak_is_marked_and_labelled_where_it_was(panels: list[Panel]) -> None:
-    marker = traces(timelines(panels), "x")["peak"]
+    marker = traces(timelines(panels, LIGHT), "x")["peak"]
     assert list(marker.text) == ["peak 7.7 MiB"]
     assert list(marker.x) == [panels[0].peak.time_us / 1e6]
     assert list(marker.y) == [panels[0].peak.allocated / MIB]
@@ -76,19 +77,19 @@ def test_the_peak_is_marked_and_labelled_where_it_was(panels: list[Panel]) -> No
 def test_process_memory_is_a_line_and_absent_where_it_is_unknown(
     panels: list[Panel], tmp_path: Path
 ) -> None:
-    line = traces(timelines(panels), "x")["process (RSS)"]
+    line = traces(timelines(panels, LIGHT), "x")["process (RSS)"]
     assert line.stackgroup is None
     assert max(line.y) == np.float32(85 + 9 * 300 / 1024)
 
     history = History()
     history.alloc(3 * MIB, "Act")
-    alone = timelines([panel_of(summary_of(history, tmp_path, "alone"))])
+    alone = timelines([panel_of(summary_of(history, tmp_path, "alone"))], LIGHT)
     assert "process (RSS)" not in traces(alone, "x")
 
 
 def test_nothing_is_drawn_with_webgl_and_few_points_are(tmp_path: Path) -> None:
     panel = panel_of(summary_of(prefill(layers=30, chunks=40), tmp_path, "long"))
-    figure = timelines([panel])
+    figure = timelines([panel], LIGHT)
     assert {trace.type for trace in figure.data} == {"scatter"}
     assert {trace.line.shape for trace in stack(figure, "x")} == {"hv"}
     assert max(len(trace.x) for trace in figure.data) <= 2 * SPANS
@@ -101,14 +102,14 @@ def test_a_spike_of_one_event_is_as_tall_as_it_was(tmp_path: Path) -> None:
         history.free(history.alloc(1, "Act"))
     panel = panel_of(summary_of(history, tmp_path, "spike"))
     assert panel.timeline.allocated[highest(panel.timeline)].max() == panel.peak.allocated
-    assert max(traces(timelines([panel]), "x")["Temp"].y) == 1024  # GiB
+    assert max(traces(timelines([panel], LIGHT), "x")["Temp"].y) == 1024  # GiB
 
 
 def test_units_grow_with_the_bytes(tmp_path: Path) -> None:
     for size, unit in ((100, "B"), (5 << 10, "KiB"), (5 << 20, "MiB"), (5 << 30, "GiB")):
         history = History()
         history.alloc(size, "model")
-        figure = timelines([panel_of(summary_of(history, tmp_path, unit))])
+        figure = timelines([panel_of(summary_of(history, tmp_path, unit))], LIGHT)
         assert figure.layout.yaxis.title.text == unit
 
 
@@ -120,10 +121,12 @@ def test_a_panel_is_described_in_numbers(panels: list[Panel]) -> None:
 
 
 def test_the_table_under_a_chart_holds_what_the_chart_draws(panels: list[Panel]) -> None:
-    table = points(panels[0].timeline)
-    total = traces(timelines(panels), "x")["allocated"]
+    both = points(panels)
+    assert both["run"].unique().tolist() == ["snapkv", "tide"]
+    table = both[both["run"] == "snapkv"]
+    total = traces(timelines(panels, LIGHT), "x")["allocated"]
     assert (table["allocated"] / MIB).astype(np.float32).tolist() == list(total.y)
-    assert (table.iloc[:, 3:].sum(axis=1) == table["allocated"]).all()
+    assert (table.iloc[:, 4:].sum(axis=1) == table["allocated"]).all()
 
 
 def test_the_equations_show_each_run_and_the_difference(tmp_path: Path) -> None:

@@ -1,22 +1,18 @@
-"""``memtrace view``: what it checks, what it starts, and the page in a real browser."""
+"""``memtrace view``: what it checks, what it starts, and how it ends."""
 
 import importlib.util
 import os
-import shutil
+import re
 import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 
 from memtrace.cli import main
+from tests.app.browsing import serving
 from tests.synthetic import prefill
 
 
@@ -81,38 +77,6 @@ def test_a_missing_viewer_is_said_with_the_command_that_installs_it(
     )
 
 
-@contextmanager
-def serving(folder: Path, *runs: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A real server on a free port, started where another package is called ``app``."""
-    (folder / "app.py").write_text("raise SystemExit('the wrong app')")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    words = ["-m", "memtrace", "view", *map(str, runs), "--no-browser", "--port", str(port)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    server = subprocess.Popen(
-        [sys.executable, "-P", *words],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and server.poll() is None:
-            try:
-                urllib.request.urlopen(f"{url}/_stcore/health", timeout=1).close()
-                break
-            except OSError:
-                time.sleep(0.2)
-        yield server, url
-    finally:
-        server.kill()
-        server.wait()
-
-
 def test_ctrl_c_ends_the_server_quietly(run: Path, tmp_path: Path) -> None:
     with serving(tmp_path, run) as (server, url):
         server.send_signal(signal.SIGINT)
@@ -122,28 +86,15 @@ def test_ctrl_c_ends_the_server_quietly(run: Path, tmp_path: Path) -> None:
     assert "Traceback" not in out
 
 
-def test_a_real_browser_draws_both_runs(run: Path, tmp_path: Path) -> None:
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("chromium is not installed")
-    playwright = pytest.importorskip("playwright.sync_api")
-    other = prefill(scale=9).write(tmp_path / "snapkv.memtrace")
-    with serving(tmp_path, other, run) as (_, url), playwright.sync_playwright() as started:
-        browser = started.chromium.launch(
-            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
-        )
-        page = browser.new_page(viewport={"width": 1400, "height": 1000})
-        elsewhere: list[str] = []
-        page.on("request", lambda request: elsewhere.append(request.url))
-        page.goto(url)
-        page.wait_for_selector(".js-plotly-plot .scatterlayer .fills path", timeout=60_000)
-        page.get_by_text("times less").wait_for()
-        assert (
-            page.locator(".js-plotly-plot .subplot.xy, .js-plotly-plot .subplot.x2y2").count() == 2
-        )
-        assert page.get_by_text("peak 7.7 MiB", exact=True).count() == 1
-        assert page.get_by_text("peak 5.4 MiB", exact=True).count() == 1
-        assert "run=snapkv&run=tide" in page.url
-        browser.close()
-    local = (url, url.replace("http", "ws"), "data:", "blob:")
-    assert [address for address in elsewhere if not address.startswith(local)] == []
+def test_a_run_that_only_reading_shows_to_be_damaged_ends_the_server(tmp_path: Path) -> None:
+    history = prefill()
+    history.rows["scopes"].append((0, "layer", "not a number"))
+    run = history.write(tmp_path / "bad")
+    done = subprocess.run(
+        [sys.executable, "-m", "memtrace", "view", str(run), "--no-browser"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"memtrace: [^\n]+\n", done.stderr)

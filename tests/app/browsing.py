@@ -1,0 +1,76 @@
+"""A real server, and the pages in a real browser: Debian's Chromium, headless."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@contextmanager
+def serving(folder: Path, *runs: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A real server on a free port, started where another package is called ``app``."""
+    (folder / "app.py").write_text("raise SystemExit('the wrong app')")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = ["-m", "memtrace", "view", *map(str, runs), "--no-browser", "--port", str(port)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    server = subprocess.Popen(
+        [sys.executable, "-P", *words],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and server.poll() is None:
+            try:
+                urllib.request.urlopen(f"{url}/_stcore/health", timeout=1).close()
+                break
+            except OSError:
+                time.sleep(0.2)
+        yield server, url
+    finally:
+        server.kill()
+        server.wait()
+
+
+@contextmanager
+def browsing(url: str, width: int = 1280, scheme: str = "light") -> Iterator[Any]:
+    """A page of Playwright's, of so many pixels, opened at ``url``.
+
+    At the end nothing was asked of another host, and the console holds no error.
+    """
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("chromium is not installed")
+    playwright = pytest.importorskip("playwright.sync_api")
+    asked: list[str] = []
+    errors: list[str] = []
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
+        )
+        page = browser.new_page(viewport={"width": width, "height": 1000}, color_scheme=scheme)
+        page.set_default_timeout(60_000)
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
+        page.goto(url)
+        yield page
+        browser.close()
+    local = (url, url.replace("http", "ws"), "data:", "blob:")
+    assert [address for address in asked if not address.startswith(local)] == []
+    assert errors == []

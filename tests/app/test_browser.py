@@ -1,0 +1,43 @@
+"""The pages in a real browser."""
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+pytest.importorskip("streamlit")
+
+from tests.app.browsing import browsing, serving
+from tests.synthetic import prefill
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    return [
+        prefill(scale=9).write(tmp_path / "snapkv.memtrace"),
+        prefill(scale=1).write(tmp_path / "tide.memtrace"),
+    ]
+
+
+def test_pages_are_drawn_and_charts_are_saved(runs: list[Path], tmp_path: Path) -> None:
+    with serving(tmp_path, *runs) as (_, url), browsing(url) as page:
+        page.get_by_text("times less").wait_for()
+        page.locator(".st-key-equation .js-plotly-plot .bars path").first.wait_for()
+        for kind in ("CSV", "SVG", "PNG"):
+            with page.expect_download() as started:
+                page.get_by_role("button", name=kind).click()
+            started.value.save_as(tmp_path / started.value.suggested_filename)
+        page.get_by_role("link", name="Timeline").click()
+        page.locator(".st-key-timeline .js-plotly-plot .scatterlayer .fills path").first.wait_for()
+        assert (
+            page.locator(".st-key-timeline .subplot.xy, .st-key-timeline .subplot.x2y2").count()
+            == 2
+        )
+        for peak in ("peak 7.7 MiB", "peak 5.4 MiB"):
+            assert page.locator(".st-key-timeline").get_by_text(peak, exact=True).count() == 1
+    table = (tmp_path / "memtrace-equation.csv").read_text().splitlines()
+    assert table[0] == "run,term,at the peak,own peak"
+    drawn = ElementTree.parse(tmp_path / "memtrace-equation.svg").getroot()
+    texts = {text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"KV_res", "tide − snapkv"} <= texts
+    assert (tmp_path / "memtrace-equation.png").read_bytes().startswith(b"\x89PNG")
