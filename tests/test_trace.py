@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from memtrace.errors import MemtraceError, TraceError
 from memtrace.sizes import format_size, parse_size
+from memtrace.trace import reader
 from memtrace.trace.manifest import read_manifest, write_manifest
 from memtrace.trace.reader import open_trace
 from memtrace.trace.schema import TABLES
@@ -105,6 +106,37 @@ def test_a_torn_batch_is_left_out_and_counted(run: Path) -> None:
     trace = open_trace(run)
     assert len(trace.processes[0].events["id"]) == 20
     assert trace.torn == {str(path): path.stat().st_size - end}
+
+
+@pytest.mark.parametrize("first", ["scopes", "stacks", "contexts", "events"])
+def test_a_table_read_while_rows_are_written_names_none_that_is_missing(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "live.memtrace" / "7"
+    folder.mkdir(parents=True)
+    write_manifest(folder.parent, {"state": "running"})
+    write_manifest(folder, {"pid": 7})
+    writer, written = TableWriter(folder), 0
+
+    def write() -> None:
+        nonlocal written
+        writer.append_rows("stacks", [((f"infer.py:{written}:main",),)])
+        writer.append_rows("scopes", [(written - 1, "phase", str(written))])
+        context = (0, "cpu", 0, None, "Act", None, written, written)
+        writer.append_rows("contexts", [context])
+        writer.append_rows("events", [(written, written, 512, 512, written)])
+        written += 1
+
+    def read(*words: Any) -> pa.Table:
+        write()
+        return read_table(*words)
+
+    read_table = reader._read
+    monkeypatch.setattr(reader, "_read", read)
+    process = open_trace(folder.parent).processes[0]
+    getattr(process, first)
+    assert len(process.events["id"]) == 1
+    assert len(process.contexts["action"]) < written
 
 
 def test_the_suffix_may_be_left_out(run: Path) -> None:

@@ -17,6 +17,10 @@ from memtrace.trace.schema import TABLES
 
 Columns = dict[str, Any]
 
+#: Tables that name rows of those after them. A recorder writes a row after those that it names, so
+#: while it still writes a table must be read before those that it names.
+_LINKED = ("events", "contexts", "scopes", "stacks")
+
 
 def open_trace(path: str | Path) -> "Trace":
     """Open the run at ``path`` (``.memtrace`` may be left out).
@@ -142,9 +146,16 @@ class ProcessTrace:
             for field in data.schema
         }
 
+    @cached_property
+    def _linked(self) -> dict[str, Columns]:
+        """The tables of :data:`_LINKED`, unchecked."""
+        tables = {table: self._columns(table) for table in _LINKED}
+        pa.default_memory_pool().release_unused()  # as much again as the columns take
+        return tables
+
     def _whole_columns(self, table: str, *names: str) -> Columns:
-        """Like :meth:`_columns`; a null in one of the columns ``names`` is damage."""
-        columns = self._columns(table)
+        """The columns of a table; a null in one of the columns ``names`` is damage."""
+        columns = self._linked[table] if table in _LINKED else self._columns(table)
         for name in names:
             if not isinstance(columns[name], np.ndarray):
                 raise TraceError(f"{self.folder} is damaged: {table} has rows without {name}")
@@ -173,9 +184,9 @@ class ProcessTrace:
         check_scopes(self.folder, scopes)
         return scopes
 
-    @cached_property
+    @property
     def stacks(self) -> Columns:
-        return self._columns("stacks")
+        return self._linked["stacks"]
 
     @cached_property
     def samples(self) -> Columns:
@@ -193,7 +204,6 @@ class ProcessTrace:
             TraceError: an event names a context that isn't there.
         """
         events = self._whole_columns("events", "time_us", "id", "bytes", "context")
-        pa.default_memory_pool().release_unused()  # as much again as the columns take
         context = events["context"]
         if len(context) and not (
             int(np.min(context)) >= 0 and int(np.max(context)) < len(self.contexts["action"])
