@@ -53,6 +53,22 @@ class Series:
 
 
 @dataclass(frozen=True)
+class Lives:
+    """How long what each event said holds: both int32, one an event.
+
+    ``until``: of an ``alloc`` or ``retag``, the next event of its storage, or the number of events;
+    of any other event 0. ``born``: the event that allocated its storage.
+    """
+
+    until: np.ndarray
+    born: np.ndarray
+
+    def after(self, event: int) -> np.ndarray:
+        """What holds after ``event``: of each live storage the last alloc or retag, ascending."""
+        return np.flatnonzero(self.until[: event + 1] > event)
+
+
+@dataclass(frozen=True)
 class Account:
     """The books of ``device`` in ``process``. Event numbers are rows of the process's events.
 
@@ -145,6 +161,23 @@ class Account:
         moves = np.any([self._where(action) for action in TENSOR_ACTIONS], axis=0)
         tensor = np.flatnonzero(moves[events["context"]])
         return np.asarray(tensor[np.argsort(events["id"][tensor], kind="stable")])
+
+    @cached_property
+    def lives(self) -> Lives:
+        """From when to when bytes belong to a component; twelve bytes an event."""
+        events, contexts = self.process.events, self.process.contexts
+        order = self.by_storage.astype(np.int32)
+        storage, action = events["id"][order], contexts["action"][events["context"][order]]
+        last = np.append(storage[1:] != storage[:-1], True)[: len(order)]
+        number = len(events["id"])
+        until = np.zeros(number, dtype=np.int32)
+        until[order] = np.where(last, number, np.roll(order, -1))
+        until[order[np.isin(action, FREES)]] = 0
+        # Where a storage was allocated: at the last allocation before, in the order by storage.
+        births = np.where(action == Action.ALLOC, np.arange(len(order), dtype=np.int32), 0)
+        born = np.zeros(number, dtype=np.int32)
+        born[order] = order[np.maximum.accumulate(births)]
+        return Lives(until, born)
 
     def event_at(self, time_us: np.ndarray) -> np.ndarray:
         """The last event at or before each time; -1 before the first."""

@@ -9,7 +9,6 @@ from memtrace.analysis.accounts import Account
 from memtrace.analysis.places import OUTSIDE, SEPARATOR, Place, inside, place
 from memtrace.analysis.process import ProcessMemory
 from memtrace.components import external, live
-from memtrace.trace.schema import FREES, Action
 
 
 @dataclass(frozen=True)
@@ -89,25 +88,20 @@ def top_allocations(account: Account, event: int, born: np.ndarray | None = None
     ``born``: by event, whether what it allocated counts (bool); None: all does.
     """
     events, contexts = account.process.events, account.process.contexts
-    order = account.by_storage[account.by_storage <= event]
-    if len(order) == 0:
-        return []
-    storage, context = events["id"][order], events["context"][order]
-    action = contexts["action"][context]
-    # The last event of a storage says whether it lives and where it belongs, its last allocation
-    # where it was made.
-    last = np.append(storage[1:] != storage[:-1], True) & ~np.isin(action, FREES)
-    births = np.maximum.accumulate(np.where(action == Action.ALLOC, np.arange(len(order)), 0))
+    live = account.lives.after(event)
+    births = account.lives.born[live]
     if born is not None:
-        last &= born[order[births]]
-    pairs = np.stack([context[last], context[births[last]]], axis=1)
-    kinds, kind = np.unique(pairs, axis=0, return_inverse=True)
-    counts = np.bincount(kind.ravel(), minlength=len(kinds))
+        live, births = live[born[births]], births[born[births]]
+    # The last event of a storage says where it belongs, its allocation where it was made.
+    many = len(contexts["action"])
+    pairs = events["context"][live].astype(np.int64) * many + events["context"][births]
+    kinds, kind = np.unique(pairs, return_inverse=True)
+    counts = np.bincount(kind, minlength=len(kinds))
     sizes = np.zeros(len(kinds), dtype=np.int64)
-    np.add.at(sizes, kind.ravel(), events["bytes"][order][last])
+    np.add.at(sizes, kind, events["bytes"][live])
 
     groups: dict[tuple[str, Place, tuple[str, ...]], list[tuple[int | None, int, int]]] = {}
-    for (now, birth), count, size in zip(kinds, counts, sizes, strict=True):
+    for now, birth, count, size in zip(*divmod(kinds, many), counts, sizes, strict=True):
         where = place(account.process, int(contexts["scope"][birth]))
         stack = int(contexts["stack"][birth])
         frames = tuple(account.process.stacks["frames"][stack] or ()) if stack >= 0 else ()
