@@ -1,5 +1,6 @@
 """The books against a replay of the history in plain Python, storage by storage."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +107,36 @@ def test_a_part_of_the_timeline_has_its_own_peak_and_begins_with_what_was_held(
     assert drawn.allocated[0] == within[0]
     assert drawn.total_events == len(within)
     assert ((drawn.process_time_us >= begin) & (drawn.process_time_us <= end)).all()
+
+
+def test_a_timeline_has_the_highest_between_each_two_of_its_bins(tmp_path: Path) -> None:
+    history = seeded_history(seed=2, length=2000)
+    trace = open_trace(history.write(tmp_path / "run"))
+    account = accounts(trace.processes[0])[0]
+    edges = np.array([0, 100_000, 110_000, 1_500_000, 3_000_000])
+    drawn = timeline(account, process_memory(trace, account.process), bins=edges)
+    for start, stop in pairwise(edges):
+        among = (account.time_us >= start) & (account.time_us < stop)
+        kept = (drawn.time_us >= start) & (drawn.time_us < stop)
+        whole = account.allocated.read(np.flatnonzero(among))
+        assert drawn.allocated[kept].max(initial=0) == whole.max(initial=0)
+
+
+def test_reserved_memory_is_part_of_a_timeline_and_its_spikes_too(tmp_path: Path) -> None:
+    history = History()
+    for number in range(500):
+        size = 1 << 40 if number == 250 else 1 << 20
+        history.event(Action.SEGMENT_ALLOC, number, size, None, device="cuda:0")
+        history.event(Action.ALLOC, number, 100, "Act", device="cuda:0")
+        history.event(Action.FREE, number, 100, "Act", device="cuda:0")
+        history.event(Action.SEGMENT_FREE, number, size, None, device="cuda:0")
+    trace = open_trace(history.write(tmp_path / "run"))
+    account = accounts(trace.processes[0])[0]
+    drawn = timeline(account, process_memory(trace, account.process, "cuda:0"), bins=10)
+    assert drawn.reserved.max() == 1 << 40
+    assert len(drawn.reserved) <= 22
+    span = timeline(account, process_memory(trace, account.process), span_us=(2000, 9000))
+    assert span.reserved[0] == 1 << 20
 
 
 def test_timeline_keeps_a_spike_of_one_event_among_many(tmp_path: Path) -> None:
