@@ -1,10 +1,9 @@
 """A recording of this process, checked."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from memtrace.analysis.accounts import accounts
 from memtrace.analysis.identities import check
@@ -29,12 +28,3 @@ def record(tmp_path: Path) -> Callable[..., ProcessTrace]:
         return process
 
     return run
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Small models are slow on many threads that wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

@@ -16,8 +16,6 @@ from tests.record.scripts import transformer
 
 Record = Callable[..., ProcessTrace]
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PROMPT = torch.arange(2, 42)[None]
 
 

@@ -14,8 +14,6 @@ from tests.record.scripts import transformer
 
 Record = Callable[..., ProcessTrace]
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 FAMILIES = ["llama", "qwen2", "mistral", "gpt_neox", "mixtral", "gemma", "gemma2", "gemma3"]
 TOKENS, HIDDEN = transformer.PROMPT, transformer.HIDDEN
 

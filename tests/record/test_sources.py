@@ -1,6 +1,5 @@
 """What the tensor source books, against what PyTorch says is alive."""
 
-import gc
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -194,7 +193,6 @@ def test_the_books_equal_the_living_storages_at_every_step(steps) -> None:
                 alive = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in pool}
                 truth.append((session._ledger.position, sum(alive.values())))
             pool.clear()
-            gc.collect()
         trace = open_trace(Path(folder) / "run")
         process = trace.processes[0]
         found = accounts(process)

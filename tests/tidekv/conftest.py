@@ -13,9 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tidekv.errors import LoadError
 from tidekv.loading import encode, load_model, smollm2_folder
 
-# Small operators on shared cores: more threads only wait for each other.
-torch.set_num_threads(1)
-
 DEMO_PROMPT = Path(__file__).parents[2] / "traces" / "demo-prompt.txt"
 
 

@@ -8,7 +8,6 @@ import torch
 from memtrace.virtual_gpu import values
 from memtrace.virtual_gpu.child import enter
 
-torch.set_num_threads(1)  # small operators on shared cores: more threads only wait for each other
 enter(torch)
 
 
