@@ -266,9 +266,9 @@ def test_hostile_globs_end_soon(classified: Classify) -> None:
     history = History()
     history.alloc(1000, "Act", op="a" * 5000)
     globs = ("*a" * 60 + "b", "[z-a]*", "[")
-    began = time.monotonic()
+    began = time.process_time()
     found = classified(history, *(rule("Temp", op=glob) for glob in globs))
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
     assert levels(found, "Act") == [1000]
 
 

@@ -91,11 +91,11 @@ HOSTILE = {
 def test_what_isnt_plain_data_is_refused_at_once(tmp_path: Path, name: str) -> None:
     file = tmp_path / "hostile.pickle"
     file.write_bytes(HOSTILE[name])
-    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with pytest.raises(MemtraceError) as refused:
         read_pickle(file)
     assert "\n" not in str(refused.value)
-    assert time.monotonic() - started < 2
+    assert time.process_time() - started < 2
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
 
 

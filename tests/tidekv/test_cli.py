@@ -1,10 +1,10 @@
 """The command line: what it prints, what it exits with."""
 
 import json
+import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -45,10 +45,12 @@ def test_help_is_quick_and_does_not_import_torch():
         "sys.exit('torch' in sys.modules)"
     )
     best = float("inf")
-    for _ in range(3):  # the quickest: others may use the machine
-        start = time.perf_counter()
+    for _ in range(3):  # the quickest, and on the CPU: others may use the machine
+        start = os.times()
         result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-        best = min(best, time.perf_counter() - start)
+        end = os.times()
+        took = end.children_user + end.children_system - start.children_user - start.children_system
+        best = min(best, took)
     assert result.returncode == 0
     assert "examples:" in result.stdout
     assert best < 0.5
