@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import tidekv
 from memtrace.analysis.summary import AccountSummary, summarise
 from memtrace.record.here import record_here
 from memtrace.trace.reader import open_trace
+from tidekv.loading import smollm2_folder
 
 ROOT = Path(__file__).parent.parent
 BUDGET, CHUNK = 128, 256
@@ -22,8 +23,7 @@ BUDGET, CHUNK = 128, 256
 Record = Callable[..., AccountSummary]
 
 
-@pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
+def untrained(vocab_size: int) -> LlamaForCausalLM:
     """SmolLM2's widths, two layers, random weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -32,10 +32,15 @@ def model() -> LlamaForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=9,
         num_key_value_heads=3,
-        vocab_size=512,
+        vocab_size=vocab_size,
         max_position_embeddings=8192,
     )
     return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return untrained(512)
 
 
 @pytest.fixture
@@ -105,8 +110,15 @@ def memtrace(*words: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def test_the_demo(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trained", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_demo(tmp_path: Path, trained: bool) -> None:
     """Both methods on the demo's prompt: the answer, the saving in tensors and in the process."""
+    name = "smollm2"
+    if not trained:
+        name = str(tmp_path / "untrained")
+        tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
+        tokenizer.save_pretrained(name)
+        untrained(len(tokenizer)).save_pretrained(name)
     runs = []
     for schedule in ("whole_prompt", "layer_major"):
         runs.append(str(tmp_path / f"{schedule}.memtrace"))
@@ -114,14 +126,14 @@ def test_the_demo(tmp_path: Path) -> None:
             [
                 *(sys.executable, "-m", "memtrace", "record", "-o", runs[-1], "--"),
                 *(sys.executable, "examples/tide_infer.py", "traces/demo-prompt.txt"),
-                *("--schedule", schedule, "--selector", "snapkv"),
+                *("--model", name, "--schedule", schedule, "--selector", "snapkv"),
             ],
             cwd=ROOT,
             capture_output=True,
             text=True,
         )
         assert done.returncode == 0, done.stderr
-        assert "lighthouse" in done.stdout
+        assert not trained or "lighthouse" in done.stdout
     whole, tide = memtrace("compare", *runs)["runs"]
     assert whole["identities"]["hold"] and tide["identities"]["hold"]
     assert 3 * tide["above_steady"] <= whole["above_steady"]
@@ -133,7 +145,7 @@ def test_the_demo(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_plain_transformers_script_is_attributed(tmp_path: Path) -> None:
     """examples/infer.py imports neither package."""
-    model = str(tidekv.loading.smollm2_folder())
+    model = str(smollm2_folder())
     prompt = tmp_path / "prompt.txt"
     text = (ROOT / "traces/demo-prompt.txt").read_text(encoding="utf-8")
     prompt.write_text(text[-4000:], encoding="utf-8")

@@ -10,7 +10,7 @@ from tests.tidekv.live_bytes import LiveBytes
 from tests.tidekv.test_schedules import layer_inputs, relative, stock_states
 
 
-@pytest.fixture(params=[1024, pytest.param(4096, marks=pytest.mark.slow)])
+@pytest.fixture(params=[512, pytest.param(4096, marks=pytest.mark.slow)])
 def ids(request, demo_ids) -> torch.Tensor:
     return demo_ids[:, : request.param]
 
