@@ -38,8 +38,8 @@ demo-virtual: .venv/ready ## record Llama-3.1-8B's shapes at 64 K tokens on a vi
 	$(BIN)/memtrace record -q -o $(RUNS)/llama-tidekv.memtrace $(CARD) -- $(LLAMA) --schedule layer_major
 	$(BIN)/memtrace compare $(RUNS)/llama-snapkv.memtrace $(RUNS)/llama-tidekv.memtrace
 
-test: .venv/ready ## the fast tests
-	$(BIN)/python -m pytest -m "not slow"
+test: .venv/ready ## the fast tests, two at a time
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-all: .venv/ready ## every test
 	$(BIN)/python -m pytest
