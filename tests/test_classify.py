@@ -90,7 +90,7 @@ RULES = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(history=histories(devices=2), rules=RULES)
 def test_whatever_the_rules_the_identities_hold_and_nothing_else_changes(
     history: History, rules: list[UserRule]

@@ -22,9 +22,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prefill().write(tmp_path_factory.mktemp("killed") / "run", complete=False)
 
 
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     table=st.sampled_from([name for name in TABLES if name != "stacks"]),
     cut=st.none() | st.floats(0, 1),
@@ -52,7 +50,7 @@ def test_any_bytes_in_a_killed_run_are_read_or_refused(
         assert re.fullmatch(r"memtrace: [^\n]+\n", err.getvalue())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(share=st.floats(0, 1))
 def test_a_killed_run_is_read_up_to_its_last_whole_batch(share: float, killed: Path) -> None:
     path = killed / str(PID) / "events.arrow"

@@ -36,7 +36,7 @@ def rows(draw, table: str):
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.sampled_from(sorted(TABLES)))
 def test_every_value_comes_back(tmp_path_factory, data, table) -> None:
     folder = tmp_path_factory.mktemp("table")

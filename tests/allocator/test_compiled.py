@@ -43,7 +43,7 @@ def delayed(ops: Ops, draw: random.Random) -> Ops:
 
 @pytest.mark.parametrize("torch", [(2, 11), (2, 12), (2, 13), (2, 15)])
 @given(seed=st.integers(0, 1 << 32), cut=st.integers(1, 150))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_logs_are_equal(torch: Version, seed: int, cut: int) -> None:
     case = random_case(seed, torch)
     ops = delayed(parse_operations(case["ops"]), random.Random(seed))

@@ -52,13 +52,13 @@ def actions(allocator: NativeAllocator) -> list[str]:
 
 @pytest.mark.parametrize("torch", VERSIONS)
 @given(seed=st.integers(0, 1 << 32))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_invariants_hold_after_every_operation(torch: Version, seed: int) -> None:
     play(random_case(seed, torch, length=120), torch, debug=True)
 
 
 @given(seed=st.integers(0, 1 << 32))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_live_blocks_never_overlap(seed: int) -> None:
     _, log = play(random_case(seed), (2, 15))
     live: dict[int, int] = {}
@@ -72,7 +72,7 @@ def test_live_blocks_never_overlap(seed: int) -> None:
 
 
 @given(seed=st.integers(0, 1 << 32))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_freeing_all_gives_all_back(seed: int) -> None:
     case = random_case(seed)
     # PyTorch loses memory of such pools, see NativeAllocator.
@@ -95,7 +95,7 @@ def test_freeing_all_gives_all_back(seed: int) -> None:
 
 
 @given(seed=st.integers(0, 1 << 32), cut=st.integers(0, 150))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_stream_in_two_parts_does_the_same(seed: int, cut: int) -> None:
     case = random_case(seed)
     ops = parse_operations(case["ops"])

@@ -53,9 +53,7 @@ def big(history: History) -> History:
 
 
 @given(history=histories(), conf=st.sampled_from(CONFS), minor=st.sampled_from([11, 12, 13, 15]))
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_history_replays_to_a_run_that_a_replay_confirms(
     history: History, conf: str, minor: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -74,9 +72,7 @@ def test_every_history_replays_to_a_run_that_a_replay_confirms(
 
 
 @given(history=histories())
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_components_scopes_and_requested_bytes_stay(
     history: History, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -105,7 +105,7 @@ class Naive:
 
 
 @given(seeds)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_each_row_counts_as_if_counted_one_by_one(seed: int) -> None:
     allocator, log = played(seed)
     limit = allocator.settings.max_split_size
@@ -142,7 +142,7 @@ def recounted(allocator: NativeAllocator) -> dict[str, int]:
 
 
 @given(seeds)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_counters_are_what_the_blocks_say_and_never_negative(seed: int) -> None:
     allocator, log = played(seed)
     statistics = Statistics(log, allocator.settings.max_split_size)

@@ -47,7 +47,7 @@ def written(history: History, folder: Path) -> Trace:
     return open_trace(history.write(folder / f"{len(list(folder.iterdir()))}.memtrace"))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(history=histories(devices=2))
 def test_components_are_those_of_a_replay_at_every_event(history: History, folder: Path) -> None:
     trace = written(history, folder)
@@ -66,7 +66,7 @@ def test_components_are_those_of_a_replay_at_every_event(history: History, folde
         assert account.live.peak == max(lives)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(history=histories(devices=2))
 def test_identities_hold_on_every_consistent_history(history: History, folder: Path) -> None:
     trace = written(history, folder)
@@ -76,7 +76,7 @@ def test_identities_hold_on_every_consistent_history(history: History, folder: P
         assert verdict.events == len(history.rows["events"])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(history=histories())
 def test_every_drawn_point_adds_up_and_the_peak_is_drawn(history: History, folder: Path) -> None:
     trace = written(history, folder)
@@ -88,7 +88,7 @@ def test_every_drawn_point_adds_up_and_the_peak_is_drawn(history: History, folde
     assert (np.diff(drawn.time_us) >= 0).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(history=histories(), ends=st.tuples(st.integers(-5, 70), st.integers(0, 70)))
 def test_a_part_of_the_timeline_has_its_own_peak_and_begins_with_what_was_held(
     history: History, ends: tuple[int, int], folder: Path

@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(history=histories())
 def test_what_is_alive_is_what_was_not_freed(history: History, folder: Path) -> None:
     account = account_of(history, folder / str(len(list(folder.iterdir()))))

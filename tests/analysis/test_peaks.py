@@ -132,7 +132,7 @@ def test_top_allocations_fold_layers_and_keep_where_they_were_made(tmp_path: Pat
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(history=histories())
 def test_top_allocations_sum_to_the_allocated_bytes_at_any_event(
     history: History, tmp_path_factory: pytest.TempPathFactory

@@ -257,7 +257,7 @@ ROWS = st.tuples(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rows=st.lists(ROWS, max_size=12))
 def test_samples_of_a_killed_launcher_may_hold_anything(
     rows: list[tuple[int, int | None, str, int]], tmp_path_factory: pytest.TempPathFactory

@@ -168,7 +168,7 @@ OPERATIONS: list[Callable[[list[torch.Tensor], int], object]] = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(

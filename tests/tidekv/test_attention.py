@@ -36,7 +36,7 @@ shapes = st.fixed_dictionaries(
 EAGER, CPU = attention._Eager(None), attention._Split(attention._flash_cpu)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(shape=shapes, prefix=st.integers(0, 70), chunk=st.integers(1, 40))
 @pytest.mark.parametrize("kernel", [attention._flash_cpu, attention._Maths(None)])
 def test_prefix_and_chunk_merged_equal_eager(kernel, shape, prefix, chunk):
@@ -45,7 +45,7 @@ def test_prefix_and_chunk_merged_equal_eager(kernel, shape, prefix, chunk):
     torch.testing.assert_close(merged, EAGER(q, k, v, 0.3))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(shape=shapes, prefix=st.integers(0, 70), chunk=st.integers(1, 40))
 def test_a_soft_cap_is_the_same_in_pieces(shape, prefix, chunk):
     q, k, v = tensors(rows=prefix + chunk, chunk=chunk, dtype=torch.float64, **shape)

@@ -12,7 +12,7 @@ from tidekv.errors import InfeasibleError
 from tidekv.scoring import Attention, Rule, best, keep_best, key_scores, pooled
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     window=st.integers(1, 9),
     prefix=st.integers(0, 40),
@@ -36,7 +36,7 @@ def test_weights_are_the_softmax(scoring, window, prefix, block_size, own, softc
                 torch.testing.assert_close(got, expected[: len(got)], rtol=1e-12, atol=1e-15)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     blocks=st.lists(st.integers(1, 9), min_size=1, max_size=8),
     kernel=st.sampled_from([1, 3, 5, 7, 15]),
@@ -50,7 +50,7 @@ def test_pooling_crosses_the_borders_of_blocks(blocks, kernel, pooling):
     assert torch.equal(torch.cat(parts, dim=-1), rule.pool(values))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     levels=st.lists(st.integers(0, 3), min_size=1, max_size=40),
     repeats=st.sampled_from([1, 100]),

@@ -39,7 +39,6 @@ def test_codes_survive_packing(data, bits):
     assert torch.equal(unpack(packed, bits), numbers)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.floats(-1000, 1000, width=16), min_size=8, max_size=8),
     st.sampled_from((2, 4)),
@@ -102,7 +101,7 @@ def test_3_bits_per_value():
     assert sum(tensor.nbytes for tensor in quantised) * 8 == 3 * (2 * 2 * 3 * 32 * 64)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     st.integers(1, 60),
     st.lists(st.integers(1, 20), max_size=8),

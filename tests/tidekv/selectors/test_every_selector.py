@@ -49,7 +49,7 @@ def test_every_selector_is_tested():
 @pytest.mark.parametrize(
     "kind", [kind for kind in KINDS if kind is not Random], ids=lambda k: k.__name__
 )
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_selects_what_the_formula_selects(kind, data):
     """Ties included, in both ways of scoring."""
@@ -63,7 +63,7 @@ def test_selects_what_the_formula_selects(kind, data):
 @pytest.mark.parametrize(
     "kind", [kind for kind in KINDS if kind is not AdaKV], ids=lambda k: k.__name__
 )
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_select_needs_no_choice(kind, data):
     """What a selector keeps of one layer alone is what its choice keeps of the first."""
@@ -73,7 +73,7 @@ def test_select_needs_no_choice(kind, data):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=names)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_sizes_order_and_mandatory_rows(kind, data):
     selector, layer, rows = data.draw(problems(kind))

@@ -29,14 +29,14 @@ def dhondt(claims: list[float], total: int, most: int) -> list[int]:
     return shares
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(claims=st.lists(weights, min_size=1, max_size=7), most=st.integers(0, 20), data=st.data())
 def test_proportional_is_dhondts_method(claims, most, data):
     total = data.draw(st.integers(0, most * len(claims)))
     assert proportional(claims, total, most) == dhondt(claims, total, most)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(claims=st.lists(weights, min_size=2, max_size=20), most=st.integers(1, 4096))
 def test_one_more_to_share_takes_from_none_to_give_to_another(claims, most):
     total = most * len(claims) // 3
@@ -50,7 +50,7 @@ def test_one_more_to_share_takes_from_none_to_give_to_another(claims, most):
         before = shares
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     layers=st.integers(1, 80),
     mean=st.integers(0, 5000),
@@ -86,7 +86,7 @@ def test_pyramidkv_spreads_the_models_budget():
     assert again.select(random_layer(40, 4, seed=1)).indices.shape[2] == 40
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(selector=PARAMETERS[CAKE], data=st.data())
 @pytest.mark.parametrize("scoring", ["blockwise", "dense"])
 def test_cake_cascade_ends_as_one_cut_would(scoring, selector, data):

@@ -143,7 +143,6 @@ def _run(program: list[tuple[Step, int, int, int]], device: str) -> list[Tensor]
 
 _settings = settings(
     max_examples=150,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
     database=None,
 )
