@@ -10,13 +10,14 @@ Definitions of the counters: ``c10/cuda/CUDACachingAllocator.cpp``; equal to
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any
 
 import numpy as np
 
 from memtrace.analysis.accounts import Account
+from memtrace.analysis.lifetimes import Lifetimes
 from memtrace.trace.schema import Action
 
 #: A segment of the small pool: cudaMalloc'ed in this size only, expandable ones in pages of it.
@@ -68,6 +69,14 @@ class Layout:
 
     segments: Segments
     blocks: Blocks
+
+    @classmethod
+    def none(cls) -> "Layout":
+        """Nothing is reserved."""
+        no, not_any = np.empty(0, dtype=np.int64), np.empty(0, dtype=bool)
+        return cls(
+            Segments(no, no, no, not_any, (), ()), Blocks(no, no, no, no, no, no, (), no, no)
+        )
 
     def of(self, chosen: np.ndarray) -> "Layout":
         """Only the segments in ``chosen`` (bool, one a segment), with their blocks."""
@@ -144,22 +153,30 @@ class Totals:
     segments: int
     blocks: int  # active ones
 
+    @classmethod
+    def none(cls) -> "Totals":
+        """Nothing is reserved."""
+        return cls(*(0 for _ in fields(cls)))
 
-def layout_at(account: Account, event: int) -> Layout | None:
+
+def layout_at(account: Account, event: int, lives: Lifetimes | None = None) -> Layout | None:
     """The segments and blocks of ``account``'s device after ``event``; None: not recorded.
+
+    ``lives``: the account's, where many events are asked for: takes milliseconds each, where all
+    events up to this one are looked through otherwise.
 
     ``small`` is exact for segments of cudaMalloc, which takes 2 MiB for the small pool and more for
     the large one, and for mapped ranges that hold a block. Of one that is all free only the size is
     known: up to 10 MiB, less than a page of the large pool, it is small; above that it is None.
     """
     events, contexts = account.process.events, account.process.contexts
-    count = event + 1
-    context = events["context"][:count]
+    chosen = slice(event + 1) if lives is None else lives.events(event)
+    context = events["context"][chosen]
     action = np.where(account.here, contexts["action"], -1)[context]
     rows = _Rows(
         action,
-        events["id"][:count],
-        events["bytes"][:count],
+        events["id"][chosen],
+        events["bytes"][chosen],
         context,
         contexts["stream"],
         contexts["pool"],
@@ -167,14 +184,14 @@ def layout_at(account: Account, event: int) -> Layout | None:
     taken = _segments(rows)
     if taken is None:
         return None
-    used = _used(rows, events["requested"][:count], contexts)
+    used = _used(rows, events["requested"][chosen], contexts)
     blocks = _with_free(taken, used)
     return Layout(_with_pools(taken, blocks), blocks)
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """The events of one device so far; ``action`` is -1 for those of another."""
+    """The events of one device that matter; ``action`` is -1 for those of another."""
 
     action: np.ndarray
     address: np.ndarray
