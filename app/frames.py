@@ -1,15 +1,18 @@
 """Analysed runs as data frames: sizes as text where they are read, as bytes where they are data."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import pandas as pd
 
-from app.figures.timeline import Panel, highest
+from app.figures.timeline import Panel, Scale, highest
+from memtrace.analysis.alive import Storage
 from memtrace.analysis.compare import TERMS, Comparison, difference
 from memtrace.analysis.peaks import Group
 from memtrace.render import facts
 from memtrace.sizes import format_size
 
+_FRAMES = 3  # of a stack, in a table
 _LABELS = {
     "live": "M_live (1)",
     "process": "process (2)",
@@ -66,12 +69,69 @@ def recordings(comparison: Comparison) -> pd.DataFrame:
     return found.fillna("")
 
 
-def points(panels: Sequence[Panel]) -> pd.DataFrame:
+def storages(found: Iterable[Storage]) -> pd.DataFrame:
+    """Single storages: how large, how old, and where they were made."""
+    rows = [
+        (
+            one.component,
+            format_size(one.bytes),
+            _age(one.age_us),
+            str(replace(one.place, op=None)),
+            one.place.op or "",
+            _frames(one.stack),
+        )
+        for one in found
+    ]
+    columns = ["component", "size", "age", "made in", "op", "stack"]
+    return _known(pd.DataFrame(rows, columns=columns))
+
+
+def changes(found: Iterable[Group]) -> pd.DataFrame:
+    """What one instant has beyond another, group by group."""
+    rows = [
+        (
+            one.component,
+            format_size(one.bytes, signed=True),
+            f"{one.count:+,}",
+            one.where,
+            _frames(one.stack),
+        )
+        for one in found
+    ]
+    return _known(pd.DataFrame(rows, columns=["component", "bytes", "count", "made in", "stack"]))
+
+
+def _known(frame: pd.DataFrame) -> pd.DataFrame:
+    """Without the columns that a recording left empty."""
+    return frame.loc[:, (frame != "").any()] if len(frame) else frame
+
+
+def groups(found: Iterable[Group]) -> pd.DataFrame:
+    """Groups of storages as data: bytes, and whole stacks from the innermost frame."""
+    rows = [
+        (one.component, one.bytes, one.count, one.where, " < ".join(one.stack)) for one in found
+    ]
+    return pd.DataFrame(rows, columns=["component", "bytes", "count", "made in", "stack"])
+
+
+def _age(age_us: int) -> str:
+    for unit, size in (("s", 1_000_000), ("ms", 1000)):
+        if age_us >= size:
+            return f"{age_us / size:,.1f} {unit}"
+    return f"{age_us} µs"
+
+
+def _frames(stack: Sequence[str]) -> str:
+    """The innermost frames, without the folders of their files."""
+    return " < ".join(frame.rpartition("/")[2] for frame in stack[:_FRAMES])
+
+
+def points(panels: Sequence[Panel], scale: Scale) -> pd.DataFrame:
     """What the timelines draw, in bytes: one row a drawn event."""
-    return pd.concat([_points(panel) for panel in panels], ignore_index=True)
+    return pd.concat([_points(panel, scale) for panel in panels], ignore_index=True)
 
 
-def _points(panel: Panel) -> pd.DataFrame:
+def _points(panel: Panel, scale: Scale) -> pd.DataFrame:
     drawn = panel.timeline
     columns = {
         "seconds": drawn.time_us / 1e6,
@@ -79,6 +139,6 @@ def _points(panel: Panel) -> pd.DataFrame:
         "allocated": drawn.allocated,
         **drawn.components,
     }
-    frame = pd.DataFrame(columns).iloc[highest(drawn)]
+    frame = pd.DataFrame(columns).iloc[highest(panel, scale)]
     frame.insert(0, "run", panel.name)
     return frame

@@ -1,6 +1,8 @@
 """What pages are made of: the one way to show a chart, a table and a text of a trace."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -14,13 +16,22 @@ def look() -> Look:
     return DARK if st.context.theme.type == "dark" else LIGHT
 
 
+@dataclass(frozen=True)
+class Gestures:
+    """What is called with what the reader does in a chart; places are those of its x axis."""
+
+    click: Callable[[float], None]  # at a drawn point
+    span: Callable[[float, float], None]  # a box was drawn, from the lower place to the higher
+    whole: Callable[[], None]  # a double click
+
+
 def chart(
     figure: go.Figure,
     data: Callable[[], pd.DataFrame],
     *,
     key: str,
     alt: str,
-    on_select: Callable[[], None] | None = None,
+    gestures: Gestures | None = None,
 ) -> None:
     """Show a figure, with buttons that save its data as CSV and itself as SVG or PNG.
 
@@ -28,18 +39,17 @@ def chart(
         data: makes what the figure draws as a table, sizes in bytes, once it is asked for.
         key: names the chart in the session and in the names of the saved files.
         alt: the figure in words and numbers, for who can't see it.
-        on_select: called when points or a box are selected, which ``st.session_state[key]`` has.
+        gestures: None: the chart is only looked at.
     """
-    select = "ignore" if on_select is None else on_select
     st.plotly_chart(
         figure,
         theme=None,
         key=key,
         alt=alt,
-        on_select=select,  # type: ignore[arg-type]
-        selection_mode=("points", "box"),
         config={"displaylogo": False, "modeBarButtonsToRemove": ["toImage", "lasso2d"]},
     )
+    if gestures is not None:
+        _listen(key, gestures)
     with st.container(horizontal=True, horizontal_alignment="right", gap="small"):
         st.download_button(
             "CSV",
@@ -58,6 +68,62 @@ def chart(
             height="content",
         )
 
+
+def _listen(chart: str, gestures: Gestures) -> None:
+    """Call ``gestures`` for what the reader does in the chart of that key."""
+    key = f"{chart} gestures"
+
+    def made(name: str) -> Any:
+        return st.session_state[key][name]
+
+    _gestures(
+        key=key,
+        data={"chart": chart},
+        height=0,
+        on_click_change=lambda: gestures.click(made("click")),
+        on_span_change=lambda: gestures.span(*made("span")),
+        on_whole_change=gestures.whole,
+    )
+
+
+#: Nothing to see. Streamlit's own selection of a chart sends every point in a box, knows no click
+#: on a line, and forgets a double click once the chart was drawn anew.
+_gestures = st.components.v2.component(
+    "memtrace_gestures",
+    html="<span></span>",
+    js="""
+        const DOUBLE = 250;  // milliseconds in which a second click may come
+
+        export default function ({ data, setTriggerValue }) {
+            const place = `.st-key-${CSS.escape(data.chart)} .js-plotly-plot`;
+            let clicked;
+            function attach() {
+                const plot = document.querySelector(place);
+                if (!plot?.on || plot.listens === setTriggerValue) return;
+                plot.listens = setTriggerValue;
+                plot.on("plotly_click", ({ points }) => {
+                    clearTimeout(clicked);
+                    clicked = setTimeout(() => setTriggerValue("click", points[0].x), DOUBLE);
+                });
+                plot.on("plotly_selected", (selected) => {
+                    const axis = Object.keys(selected?.range ?? {}).find((name) => name[0] === "x");
+                    if (!axis) return;
+                    setTriggerValue("span", selected.range[axis].toSorted((a, b) => a - b));
+                });
+                function whole() {
+                    clearTimeout(clicked);
+                    setTriggerValue("whole", true);
+                }
+                plot.on("plotly_deselect", whole);  // a double click while dragging selects
+                plot.on("plotly_doubleclick", whole);
+            }
+            attach();
+            const observer = new MutationObserver(attach);
+            observer.observe(document.body, { childList: true, subtree: true });
+            return () => observer.disconnect();
+        }
+    """,
+)
 
 #: Two buttons. A figure of Plotly is several layers of SVG, one over the other, and styled inline.
 _pictures = st.components.v2.component(

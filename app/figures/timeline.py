@@ -1,6 +1,6 @@
 """The component-stacked timelines of several runs, side by side on one scale."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
@@ -8,18 +8,39 @@ from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from app.figures.style import Look, Unit, dress, unit_of
+from memtrace.analysis.alignment import Axis
 from memtrace.analysis.peaks import Balance
+from memtrace.analysis.steps import Steps
 from memtrace.analysis.timeline import Timeline
 from memtrace.components import COLOURS, TENSOR_COMPONENTS
 from memtrace.sizes import format_size
 
 _COLUMNS = 2
-_HEIGHT = 420  # pixels a row of panels
-#: Spans of time that a panel tells apart: two pixels or so each.
+_BETWEEN = 0.03  # of the width, between columns
+#: Pixels: of a stack, of a ruler, of a title above a panel, of an axis below it, of the legend.
+_STACK, _RULER, _TITLE, _AXIS, _LEGEND = 330, 24, 26, 46, 44
+#: Places on the axis that a panel tells apart: two pixels or so each.
 SPANS = 400
+#: A ruler with more steps in view is left out: they would be too narrow to be told apart.
+_MOST_STEPS = 130
+_MOST_TICKS = 6
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The axis that all panels share."""
+
+    title: str
+    view: tuple[float, float]  # what of it is shown
+    #: Names of the steps that begin at 0, 1, 2, …; empty: the axis has numbers.
+    names: Sequence[str] = ()
+
+    @property
+    def edges(self) -> np.ndarray:
+        """Between which a panel shows one event each: float64 (SPANS + 1)."""
+        return np.linspace(*self.view, SPANS + 1)
 
 
 @dataclass(frozen=True)
@@ -31,13 +52,26 @@ class Panel:
     peak: Balance
     #: What process memory was read from (``rss``, ``nvml``); None: it wasn't.
     source: str | None
+    axis: Axis
+    rulers: Sequence[Steps] = ()  # above the stack, from the coarsest
 
 
-def timelines(panels: Sequence[Panel], look: Look) -> go.Figure:
-    """Components stacked in steps, their total and process memory as lines, the peak marked.
+@dataclass(frozen=True)
+class Instant:
+    """A place on the axis that the reader chose."""
 
-    Bytes are drawn in one unit (B to GiB) on axes that scale together, time in seconds since the
-    run began. A component that no run holds is left out.
+    name: str
+    at: float
+
+
+def timelines(
+    panels: Sequence[Panel], scale: Scale, look: Look, instants: Sequence[Instant] = ()
+) -> go.Figure:
+    """Components stacked in steps, reserved and process memory as lines, the peak marked.
+
+    Bytes are drawn in one unit (B to GiB) on axes that scale together. Above each stack are rulers
+    of what the program did. A component that no run holds is left out. An invisible mark at each
+    drawn event makes it selectable.
     """
     unit = unit_of(_largest(panel) for panel in panels)
     shown = [
@@ -45,30 +79,145 @@ def timelines(panels: Sequence[Panel], look: Look) -> go.Figure:
         for name in TENSOR_COMPONENTS
         if any(panel.timeline.components[name].any() for panel in panels)
     ]
-    columns = min(len(panels), _COLUMNS)
-    rows = ceil(len(panels) / columns)
-    figure = make_subplots(
-        rows=rows,
-        cols=columns,
-        shared_yaxes="all",
-        subplot_titles=[panel.name for panel in panels],
-        horizontal_spacing=0.03,
-    )
+    rulers = [_visible(panel, scale) for panel in panels]
+    most = max(map(len, rulers))
+    grid = _Grid(len(panels), most)
+    figure = go.Figure()
     for number, panel in enumerate(panels):
-        place = {"row": number // columns + 1, "col": number % columns + 1}
-        for trace in _traces(panel, number, shown, unit, look):
-            figure.add_trace(trace, **place)
+        axes = {"xaxis": f"x{_suffix(number)}", "yaxis": f"y{_suffix(number)}"}
+        for trace in _traces(panel, number, scale, shown, unit, look):
+            figure.add_trace(trace.update(axes))
+        for trace in _rulers(rulers[number], scale, look):
+            figure.add_trace(trace.update(axes | {"yaxis": f"y{_ruler_of(number)}"}))
+        _lay_out(figure, number, panel.name, grid, scale, unit)
+        kinds = [ruler.kind for ruler in rulers[number]]
+        figure.layout[f"yaxis{_ruler_of(number)}"].update(tickvals=kinds, range=(most - 0.5, -0.5))
+        for instant in instants:
+            figure.add_shape(_mark(instant, number, look))
     _name_once(figure)
-    figure.update_xaxes(title_text="seconds since the run began", showgrid=False)
-    figure.update_yaxes(rangemode="tozero", zeroline=False)
-    for row in range(rows):
-        figure.update_yaxes(title_text=unit.name, row=row + 1, col=1)
-    dress(figure, look, _HEIGHT * rows, top=70)
+    dress(figure, look, grid.height, top=_LEGEND)
+    figure.update_yaxes(zeroline=False)
+    figure.layout.yaxis.range = (0, 1.08 * max(map(_largest, panels)) / unit.size)
+    figure.update_xaxes(showgrid=False, zeroline=False, automargin=False)
     figure.update_layout(
         hovermode="x unified",
-        legend={"orientation": "h", "yanchor": "bottom", "y": 1.06, "x": 0, "traceorder": "normal"},
+        dragmode="select",
+        selectdirection="h",
+        uniformtext={"minsize": 11, "mode": "hide"},
+        legend={
+            "orientation": "h",
+            "yref": "container",
+            "yanchor": "top",
+            "y": 1,
+            "x": 0,
+            "traceorder": "normal",
+        },
     )
     return figure
+
+
+def _suffix(number: int) -> str:
+    """Plotly's name of the axes of a panel: x, x2, x3, …"""
+    return str(number + 1) if number else ""
+
+
+def _ruler_of(number: int) -> str:
+    """The same of the axis of its rulers, which no stack has."""
+    return str(number + 101)
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Where panels stand; parts of the figure's width and height, from below."""
+
+    panels: int
+    rulers: int  # of the panel that has most
+
+    @property
+    def columns(self) -> int:
+        return min(self.panels, _COLUMNS)
+
+    @property
+    def _row(self) -> int:
+        return _TITLE + self.rulers * _RULER + _STACK + _AXIS
+
+    @property
+    def _inner(self) -> int:
+        return ceil(self.panels / self.columns) * self._row
+
+    @property
+    def height(self) -> int:
+        """Of the whole figure in pixels."""
+        return self._inner + _LEGEND + 10
+
+    def across(self, number: int) -> tuple[float, float]:
+        width = (1 - _BETWEEN * (self.columns - 1)) / self.columns
+        left = number % self.columns * (width + _BETWEEN)
+        return left, left + width
+
+    def up(self, number: int) -> tuple[float, float, float]:
+        """The stack's lower end, its upper one, and that of the rulers above it."""
+        top = self._inner - number // self.columns * self._row - _TITLE
+        ends = (top - self.rulers * _RULER - _STACK, top - self.rulers * _RULER, top)
+        bottom, middle, above = (end / self._inner for end in ends)
+        return bottom, middle, above
+
+
+def _lay_out(
+    figure: go.Figure, number: int, name: str, grid: _Grid, scale: Scale, unit: Unit
+) -> None:
+    """The axes and the title of one panel."""
+    left, right = grid.across(number)
+    bottom, middle, top = grid.up(number)
+    first = number % grid.columns == 0
+    here = _suffix(number)
+    figure.update_layout(
+        {
+            f"xaxis{here}": {
+                "domain": (left, right),
+                "anchor": f"y{here}",
+                "matches": "x" if number else None,
+                "range": scale.view,
+                "title": {"text": scale.title},
+                **_ticks(scale),
+            },
+            f"yaxis{here}": {
+                "domain": (bottom, middle),
+                "anchor": f"x{here}",
+                "matches": "y" if number else None,
+                "showticklabels": first,
+                "title": {"text": unit.name if first else None},
+            },
+            f"yaxis{_ruler_of(number)}": {
+                "domain": (middle, top),
+                "anchor": f"x{here}",
+                "type": "category",
+                "fixedrange": True,
+                "showgrid": False,
+                "showticklabels": first,
+                "visible": grid.rulers > 0,
+            },
+        }
+    )
+    figure.add_annotation(
+        text=name,
+        x=(left + right) / 2,
+        y=top,
+        xref="paper",
+        yref="paper",
+        yanchor="bottom",
+        showarrow=False,
+    )
+
+
+def _ticks(scale: Scale) -> dict[str, Any]:
+    """Few names of steps in place of numbers; none where the axis has numbers."""
+    if not scale.names:
+        return {}
+    low, high = scale.view
+    within = [at for at in range(len(scale.names)) if low <= at <= high]
+    some = within[:: ceil(len(within) / _MOST_TICKS) or 1]
+    return {"tickvals": some, "ticktext": [scale.names[at] for at in some], "tickangle": 0}
 
 
 def _name_once(figure: go.Figure) -> None:
@@ -81,55 +230,69 @@ def _name_once(figure: go.Figure) -> None:
 
 
 def _largest(panel: Panel) -> int:
-    return int(max(panel.peak.allocated, panel.timeline.process.max(initial=0)))
+    drawn = panel.timeline
+    lines = (drawn.allocated, drawn.reserved, drawn.process)
+    return int(max(line.max(initial=0) for line in lines))
 
 
 def _traces(
-    panel: Panel, number: int, shown: Sequence[str], unit: Unit, look: Look
-) -> list[go.Scatter]:
+    panel: Panel, number: int, scale: Scale, shown: Sequence[str], unit: Unit, look: Look
+) -> Iterator[go.Scatter]:
     drawn = panel.timeline
-    picked = highest(drawn)
-    time_us = drawn.time_us[picked]
-    traces = [
-        _steps(
+    picked = highest(panel, scale)
+    at = panel.axis.places(drawn.time_us[picked])
+    for name in shown:
+        yield _steps(
             name,
-            time_us,
+            at,
             drawn.components[name][picked],
             unit,
             stackgroup=f"run {number}",
             fillcolor=COLOURS[name],
             line={"width": 1, "color": look.background},
         )
-        for name in shown
-    ]
     edge = {"width": 1.2, "color": look.ink}
-    traces.append(_steps("allocated", time_us, drawn.allocated[picked], unit, line=edge))
+    yield _steps("allocated", at, drawn.allocated[picked], unit, line=edge)
+    if len(drawn.reserved):
+        dashed = {"width": 1.5, "color": look.faint, "dash": "dash"}
+        places = panel.axis.places(drawn.reserved_time_us)
+        yield _steps("reserved", places, drawn.reserved, unit, line=dashed)
     if panel.source is not None and len(drawn.process):
-        name = f"process ({panel.source.upper()})"
         dotted = {"width": 1.5, "color": look.faint, "dash": "dot"}
-        traces.append(_steps(name, drawn.process_time_us, drawn.process, unit, line=dotted))
-    return [*traces, _peak_marker(panel, unit, look)]
+        places = panel.axis.places(drawn.process_time_us)
+        name = f"process ({panel.source.upper()})"
+        yield _steps(name, places, drawn.process, unit, line=dotted)
+    yield go.Scatter(
+        x=at,
+        y=drawn.allocated[picked] / unit.size,
+        mode="markers",
+        marker={"size": 1, "opacity": 0},
+        unselected={"marker": {"opacity": 0}},
+        hoverinfo="none",
+        showlegend=False,
+        name="events",
+    )
+    yield _peak_marker(panel, scale, unit, look)
 
 
-def highest(drawn: Timeline) -> np.ndarray:
-    """Positions in a timeline: the highest event of each of :data:`SPANS` spans, and the ends.
+def highest(panel: Panel, scale: Scale) -> np.ndarray:
+    """Positions in a timeline: the highest event between each two edges, and the ends.
 
     Workspace comes and goes faster than pixels can show; a stack of every event is a blur in which
     the component that comes and goes is what one can't see. So a panel shows each span at its
     highest, where a spike of one event is as tall as it was.
     """
-    spans = np.linspace(drawn.time_us[0], drawn.time_us[-1], SPANS, endpoint=False)
-    borders = np.append(np.unique(np.searchsorted(drawn.time_us, spans)), len(drawn.time_us))
+    drawn = panel.timeline
+    at = panel.axis.places(drawn.time_us)
+    borders = np.unique(np.append(np.searchsorted(at, scale.edges), [0, len(at)]))
     found = [start + int(drawn.allocated[start:stop].argmax()) for start, stop in pairwise(borders)]
-    return np.unique([0, *found, len(drawn.time_us) - 1])
+    return np.unique([0, *found, len(at) - 1])
 
 
-def _steps(
-    name: str, time_us: np.ndarray, size: np.ndarray, unit: Unit, **options: Any
-) -> go.Scatter:
-    """``size`` bytes from each time until the next."""
+def _steps(name: str, at: np.ndarray, size: np.ndarray, unit: Unit, **options: Any) -> go.Scatter:
+    """``size`` bytes from each place until the next."""
     return go.Scatter(
-        x=(time_us / 1e6).astype(np.float32),
+        x=at,
         y=(size / unit.size).astype(np.float32),
         name=name,
         legendgroup=name,
@@ -140,20 +303,96 @@ def _steps(
     )
 
 
-def _peak_marker(panel: Panel, unit: Unit, look: Look) -> go.Scatter:
-    begin, end = int(panel.timeline.time_us[0]), int(panel.timeline.time_us[-1])
-    late = 2 * panel.peak.time_us > begin + end
+def _peak_marker(panel: Panel, scale: Scale, unit: Unit, look: Look) -> go.Scatter:
+    """At the run's peak; where that isn't in view, at the highest that is."""
+    drawn, (low, high) = panel.timeline, scale.view
+    time_us, size, what = panel.peak.time_us, panel.peak.allocated, "peak"
+    if not drawn.time_us[0] <= time_us <= drawn.time_us[-1]:
+        top = int(drawn.allocated.argmax())
+        time_us, size, what = int(drawn.time_us[top]), int(drawn.allocated[top]), "highest here"
+    at = max(float(panel.axis.places(np.array(time_us))), low)
     return go.Scatter(
-        x=[panel.peak.time_us / 1e6],
-        y=[panel.peak.allocated / unit.size],
+        x=[at],
+        y=[size / unit.size],
         mode="markers+text",
         marker={"size": 9, "color": look.ink, "symbol": "triangle-down"},
-        text=[f"peak {format_size(panel.peak.allocated)}"],
-        textposition="top left" if late else "top right",
+        text=[f"{what} {format_size(size)}"],
+        textposition="top left" if 2 * at > low + high else "top right",
         cliponaxis=False,
         showlegend=False,
         hoverinfo="skip",
         name="peak",
+    )
+
+
+@dataclass(frozen=True)
+class _Ruler:
+    """Steps in view, clipped to it."""
+
+    kind: str
+    names: Sequence[str]
+    start: np.ndarray
+    end: np.ndarray
+
+
+def _visible(panel: Panel, scale: Scale) -> list[_Ruler]:
+    """The rulers that have a step in view, and not too many."""
+    low, high = scale.view
+    found = []
+    for one in panel.rulers:
+        start = np.clip(panel.axis.places(one.start_us), low, high)
+        end = np.clip(panel.axis.places(one.end_us), low, high)
+        seen = np.flatnonzero(end > start)
+        if 0 < len(seen) <= _MOST_STEPS:
+            names = [one.keys[number][-1][1] for number in seen.tolist()]
+            found.append(_Ruler(one.kind, names, start[seen], end[seen]))
+    return found
+
+
+def _rulers(rulers: Sequence[_Ruler], scale: Scale, look: Look) -> Iterator[go.Bar]:
+    for one in rulers:
+        count = len(one.names)
+        width = one.end - one.start
+        readable = width > (scale.view[1] - scale.view[0]) / 100
+        yield go.Bar(
+            orientation="h",
+            y=[one.kind] * count,
+            base=one.start,
+            x=width,
+            width=1,
+            text=one.names,
+            textposition="inside",
+            insidetextanchor="middle",
+            textangle=0,
+            textfont={"color": look.ink},
+            marker={
+                "color": [look.grid, look.background] * (count // 2) + [look.grid] * (count % 2),
+                "line": {"color": look.faint, "width": np.where(readable, 0.5, 0)},
+            },
+            hoverinfo="skip",
+            showlegend=False,
+            name=one.kind,
+        )
+
+
+def _mark(instant: Instant, number: int, look: Look) -> go.layout.Shape:
+    return go.layout.Shape(
+        type="line",
+        xref=f"x{_suffix(number)}",
+        yref=f"y{_suffix(number)} domain",
+        x0=instant.at,
+        x1=instant.at,
+        y0=0,
+        y1=1,
+        line={"color": look.accent, "width": 2},
+        label={
+            "text": instant.name,
+            "textposition": "end",
+            "textangle": 0,
+            "xanchor": "left",
+            "yanchor": "top",
+            "font": {"color": look.accent, "size": 15},
+        },
     )
 
 

@@ -41,3 +41,31 @@ def test_pages_are_drawn_and_charts_are_saved(runs: list[Path], tmp_path: Path) 
     texts = {text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")}
     assert {"KV_res", "tide − snapkv"} <= texts
     assert (tmp_path / "memtrace-equation.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_timeline_is_explored_by_drag_click_and_double_click(
+    runs: list[Path], tmp_path: Path
+) -> None:
+    with serving(tmp_path, *runs) as (_, url), browsing(url) as page:
+        page.get_by_role("link", name="Timeline").click()
+        plot = page.locator(".st-key-timeline .js-plotly-plot")
+        plot.locator(".scatterlayer .fills path").first.wait_for()
+        area = plot.locator('.nsewdrag[data-subplot="xy"]').bounding_box()
+        assert area is not None
+        x, y = area["x"] + area["width"] / 2, area["y"] + area["height"] / 2
+        page.mouse.move(x, y)
+        page.mouse.down()
+        page.mouse.move(x - area["width"] / 4, y + 10, steps=5)
+        page.mouse.up()
+        page.wait_for_url("**from=0.01**to=0.02**")
+        plot.get_by_text("highest here").first.wait_for()
+        page.mouse.move(x, y)
+        page.locator(".hoverlayer .hovertext, .hoverlayer .legend").first.wait_for()
+        page.mouse.click(x, y)
+        page.wait_for_url("**at=0.02**")
+        page.get_by_text("Alive at A").wait_for()
+        plot.locator(".shapelayer path").first.wait_for(state="attached")
+        page.mouse.dblclick(x, y)
+        page.wait_for_url(lambda address: "from=" not in address)
+        plot.get_by_text("peak 7.7 MiB", exact=True).wait_for()

@@ -1,20 +1,26 @@
 """The figures, without Streamlit."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import plotly.graph_objects as go
 import pytest
 
+from app.figures import icicle
 from app.figures.style import LIGHT
-from app.figures.timeline import SPANS, Panel, describe, highest, timelines
+from app.figures.timeline import SPANS, Instant, Panel, Scale, describe, highest, timelines
 from app.frames import equations, points
+from memtrace.analysis.alignment import by_progress, by_time
 from memtrace.analysis.compare import compare
+from memtrace.analysis.peaks import top_allocations
+from memtrace.analysis.steps import steps
 from memtrace.analysis.summary import Summary, summarise
 from memtrace.analysis.timeline import timeline
 from memtrace.components import COLOURS
 from memtrace.trace.reader import open_trace
+from memtrace.trace.schema import Action
 from tests.synthetic import History, prefill
 
 MIB = 1 << 20
@@ -27,8 +33,21 @@ def summary_of(history: History, folder: Path, name: str) -> Summary:
 def panel_of(summary: Summary) -> Panel:
     one = summary.primary
     assert one is not None
+    begin, *_, end = one.account.time_us if len(one.account.time_us) > 1 else (1000, 1000)
+    rulers = [steps(one.account, kind) for kind in ("phase", "layer")]
     drawn = timeline(one.account, one.memory)
-    return Panel(summary.name, drawn, one.peak, one.memory.source)
+    axis = by_time(int(begin), int(end))
+    return Panel(summary.name, drawn, one.peak, one.memory.source, axis, rulers)
+
+
+def whole(*panels: Panel) -> Scale:
+    """All of the time."""
+    ends = [end for panel in panels for end in (panel.axis.at[0], panel.axis.at[-1])]
+    return Scale("seconds since the run began", (min(ends), max(ends)))
+
+
+def drawn(*panels: Panel) -> go.Figure:
+    return timelines(panels, whole(*panels), LIGHT)
 
 
 @pytest.fixture
@@ -38,7 +57,9 @@ def panels(tmp_path: Path) -> list[Panel]:
 
 
 def traces(figure: go.Figure, axis: str) -> dict[str, go.Scatter]:
-    return {trace.name: trace for trace in figure.data if (trace.xaxis or "x") == axis}
+    """Of one panel, without its rulers."""
+    lines = [trace for trace in figure.data if trace.type == "scatter"]
+    return {trace.name: trace for trace in lines if (trace.xaxis or "x") == axis}
 
 
 def stack(figure: go.Figure, axis: str) -> Sequence[go.Scatter]:
@@ -46,7 +67,7 @@ def stack(figure: go.Figure, axis: str) -> Sequence[go.Scatter]:
 
 
 def test_components_are_stacked_in_their_own_colours_and_add_up(panels: list[Panel]) -> None:
-    figure = timelines(panels, LIGHT)
+    figure = drawn(*panels)
     for axis, panel in zip(("x", "x2"), panels, strict=True):
         bands = stack(figure, axis)
         assert [band.name for band in bands] == ["model", "KV_res", "Hidden", "Act", "Temp"]
@@ -58,7 +79,7 @@ def test_components_are_stacked_in_their_own_colours_and_add_up(panels: list[Pan
 
 
 def test_runs_share_one_scale_and_one_legend(panels: list[Panel]) -> None:
-    figure = timelines(panels, LIGHT)
+    figure = drawn(*panels)
     assert figure.layout.yaxis2.matches == "y"
     assert figure.layout.yaxis.title.text == "MiB"
     assert "seconds" in figure.layout.xaxis.title.text
@@ -68,7 +89,7 @@ def test_runs_share_one_scale_and_one_legend(panels: list[Panel]) -> None:
 
 
 def test_the_peak_is_marked_and_labelled_where_it_was(panels: list[Panel]) -> None:
-    marker = traces(timelines(panels, LIGHT), "x")["peak"]
+    marker = traces(drawn(*panels), "x")["peak"]
     assert list(marker.text) == ["peak 7.7 MiB"]
     assert list(marker.x) == [panels[0].peak.time_us / 1e6]
     assert list(marker.y) == [panels[0].peak.allocated / MIB]
@@ -77,20 +98,20 @@ def test_the_peak_is_marked_and_labelled_where_it_was(panels: list[Panel]) -> No
 def test_process_memory_is_a_line_and_absent_where_it_is_unknown(
     panels: list[Panel], tmp_path: Path
 ) -> None:
-    line = traces(timelines(panels, LIGHT), "x")["process (RSS)"]
+    line = traces(drawn(*panels), "x")["process (RSS)"]
     assert line.stackgroup is None
     assert max(line.y) == np.float32(85 + 9 * 300 / 1024)
 
     history = History()
     history.alloc(3 * MIB, "Act")
-    alone = timelines([panel_of(summary_of(history, tmp_path, "alone"))], LIGHT)
+    alone = drawn(panel_of(summary_of(history, tmp_path, "alone")))
     assert "process (RSS)" not in traces(alone, "x")
 
 
 def test_nothing_is_drawn_with_webgl_and_few_points_are(tmp_path: Path) -> None:
     panel = panel_of(summary_of(prefill(layers=30, chunks=40), tmp_path, "long"))
-    figure = timelines([panel], LIGHT)
-    assert {trace.type for trace in figure.data} == {"scatter"}
+    figure = drawn(panel)
+    assert {trace.type for trace in figure.data} == {"scatter", "bar"}
     assert {trace.line.shape for trace in stack(figure, "x")} == {"hv"}
     assert max(len(trace.x) for trace in figure.data) <= 2 * SPANS
 
@@ -101,15 +122,105 @@ def test_a_spike_of_one_event_is_as_tall_as_it_was(tmp_path: Path) -> None:
     for _ in range(1000):
         history.free(history.alloc(1, "Act"))
     panel = panel_of(summary_of(history, tmp_path, "spike"))
-    assert panel.timeline.allocated[highest(panel.timeline)].max() == panel.peak.allocated
-    assert max(traces(timelines([panel], LIGHT), "x")["Temp"].y) == 1024  # GiB
+    assert panel.timeline.allocated[highest(panel, whole(panel))].max() == panel.peak.allocated
+    assert max(traces(drawn(panel), "x")["Temp"].y) == 1024  # GiB
+
+
+def rulers(figure: go.Figure, axis: str = "x") -> dict[str, go.Bar]:
+    bars = [trace for trace in figure.data if trace.type == "bar"]
+    return {bar.name: bar for bar in bars if bar.xaxis == axis}
+
+
+def test_rulers_above_a_stack_say_what_the_program_did(panels: list[Panel]) -> None:
+    found = rulers(drawn(*panels))
+    assert list(found["phase"].text) == ["prefill"]
+    assert list(found["layer"].text) == ["0", "1", "2", "3"]
+    start, width = (np.array(one, float) for one in (found["layer"].base, found["layer"].x))
+    np.testing.assert_allclose(start[:-1] + width[:-1], start[1:])
+    assert (start * 1e6).round().tolist() == panels[0].rulers[1].start_us.tolist()
+
+
+def test_a_ruler_of_too_many_steps_waits_for_a_zoom(tmp_path: Path) -> None:
+    panel = panel_of(summary_of(prefill(layers=200), tmp_path, "deep"))
+    assert set(rulers(drawn(panel))) == {"phase"}
+    start, end = panel.axis.at
+    near = Scale("seconds", (start, start + (end - start) / 10))
+    assert set(rulers(timelines([panel], near, LIGHT))) == {"phase", "layer"}
+
+
+def test_by_progress_a_layer_stands_at_one_place_in_both_runs(tmp_path: Path) -> None:
+    summaries = [
+        summary_of(prefill(chunks=chunks), tmp_path, f"{chunks} chunks") for chunks in (2, 9)
+    ]
+    panels = [panel_of(summary) for summary in summaries]
+    ends = [(int(panel.axis.time_us[0]), int(panel.axis.time_us[-1])) for panel in panels]
+    axes, names = by_progress(ends, [panel.rulers[1] for panel in panels])
+    aligned = [replace(panel, axis=axis) for panel, axis in zip(panels, axes, strict=True)]
+    figure = timelines(aligned, Scale("progress", (-1, 5), names), LIGHT)
+    for axis in ("x", "x2"):
+        assert list(rulers(figure, axis)["layer"].base) == [0, 1, 2, 3]
+    assert list(figure.layout.xaxis.ticktext) == ["layer 0", "layer 1", "layer 2", "layer 3"]
+    for axis in ("x", "x2"):
+        [peak] = traces(figure, axis)["peak"].x
+        assert 3 <= peak < 4  # in the last layer
+
+
+def test_where_the_peak_is_not_in_view_the_highest_that_is_is_marked(panels: list[Panel]) -> None:
+    summary_end = panels[0].axis.at[-1]
+    late = Scale("seconds", (summary_end - 0.006, summary_end))
+    edges = panels[0].axis.times(late.edges)
+    after = panels[0].timeline.time_us >= edges[0]
+    part = replace(
+        panels[0].timeline,
+        events=panels[0].timeline.events[after],
+        time_us=panels[0].timeline.time_us[after],
+        allocated=panels[0].timeline.allocated[after],
+        components={n: v[after] for n, v in panels[0].timeline.components.items()},
+    )
+    figure = timelines([replace(panels[0], timeline=part)], late, LIGHT)
+    [text] = traces(figure, "x")["peak"].text
+    assert text.startswith("highest here ")
+
+
+def test_chosen_instants_are_marked_in_every_panel(panels: list[Panel]) -> None:
+    figure = timelines(panels, whole(*panels), LIGHT, [Instant("A", 0.01), Instant("B", 0.02)])
+    assert [(one.xref, one.x0, one.label.text) for one in figure.layout.shapes] == [
+        ("x", 0.01, "A"),
+        ("x", 0.02, "B"),
+        ("x2", 0.01, "A"),
+        ("x2", 0.02, "B"),
+    ]
+
+
+def test_reserved_memory_is_a_line(tmp_path: Path) -> None:
+    history = History()
+    history.event(Action.SEGMENT_ALLOC, 1 << 20, 20 << 20, None, device="cuda:0")
+    history.event(Action.ALLOC, 1 << 20, 2 << 20, "Act", device="cuda:0")
+    panel = panel_of(summary_of(history, tmp_path, "gpu"))
+    assert max(traces(drawn(panel), "x")["reserved"].y) == 20
+    assert drawn(panel).layout.yaxis.range[1] > 20
+
+
+def test_an_icicle_holds_all_bytes_and_each_part_lies_in_its_component(tmp_path: Path) -> None:
+    account = summary_of(prefill(), tmp_path, "run").accounts[0]
+    groups = top_allocations(account.account, account.peak.event)
+    [drawn_] = icicle.icicle(groups, LIGHT).data
+    sizes = dict(zip(drawn_.ids, drawn_.values, strict=True))
+    held: dict[str, int] = {}
+    for part, parent in zip(drawn_.ids, drawn_.parents, strict=True):
+        held[parent] = held.get(parent, 0) + sizes[part]
+    assert held[""] == account.peak.allocated
+    assert all(size <= sizes[part] for part, size in held.items() if part)
+    colours = dict(zip(drawn_.ids, drawn_.marker.colors, strict=True))
+    assert colours["KV_res/full"] == COLOURS["KV_res"]
+    assert "5.4 MiB" in icicle.describe("run", groups)
 
 
 def test_units_grow_with_the_bytes(tmp_path: Path) -> None:
     for size, unit in ((100, "B"), (5 << 10, "KiB"), (5 << 20, "MiB"), (5 << 30, "GiB")):
         history = History()
         history.alloc(size, "model")
-        figure = timelines([panel_of(summary_of(history, tmp_path, unit))], LIGHT)
+        figure = drawn(panel_of(summary_of(history, tmp_path, unit)))
         assert figure.layout.yaxis.title.text == unit
 
 
@@ -121,10 +232,10 @@ def test_a_panel_is_described_in_numbers(panels: list[Panel]) -> None:
 
 
 def test_the_table_under_a_chart_holds_what_the_chart_draws(panels: list[Panel]) -> None:
-    both = points(panels)
+    both = points(panels, whole(*panels))
     assert both["run"].unique().tolist() == ["snapkv", "tide"]
     table = both[both["run"] == "snapkv"]
-    total = traces(timelines(panels, LIGHT), "x")["allocated"]
+    total = traces(drawn(*panels), "x")["allocated"]
     assert (table["allocated"] / MIB).astype(np.float32).tolist() == list(total.y)
     assert (table.iloc[:, 4:].sum(axis=1) == table["allocated"]).all()
 
