@@ -12,6 +12,8 @@ from memtrace.trace.reader import Trace, open_trace
 SCRIPTS = Path(__file__).parent / "scripts"
 RECORD = [sys.executable, "-m", "memtrace", "record"]
 PYTHON = sys.executable
+#: Seconds that a program stays to be sampled, on a machine that does other things, too.
+LINGER = 1
 
 
 class Launch:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.record.launching import PYTHON, Launch, notices
+from tests.record.launching import LINGER, PYTHON, Launch, notices
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_no_recorder_could_start(command: list[str], expected: int, tmp_path: Pa
 
 
 def test_process_memory_is_sampled_where_no_recorder_starts(tmp_path: Path) -> None:
-    code = "import time; x = bytearray(50 << 20); time.sleep(0.2)"
+    code = f"import time; x = bytearray(50 << 20); time.sleep({LINGER})"
     launch = Launch(tmp_path, PYTHON, "-I", "-c", code)
     assert launch.run().returncode == 123
     samples = launch.trace().samples
@@ -102,7 +102,7 @@ def test_a_torch_that_can_not_be_recorded(tmp_path: Path) -> None:
 
 
 def test_the_closing_line_as_json(tmp_path: Path) -> None:
-    code = "import time; time.sleep(0.3); raise SystemExit(3)"  # long enough to be sampled
+    code = f"import time; time.sleep({LINGER}); raise SystemExit(3)"
     launch = Launch(tmp_path, PYTHON, "-c", code, options=["--json"])
     result = launch.run()
     (program,) = launch.trace().processes

@@ -9,7 +9,7 @@ import pytest
 
 from memtrace.analysis.summary import summarise
 from memtrace.render import report, to_text
-from tests.record.launching import PYTHON, SCRIPTS, Launch, wait_until
+from tests.record.launching import LINGER, PYTHON, SCRIPTS, Launch, wait_until
 
 
 def report_of(launch: Launch) -> str:
@@ -100,7 +100,7 @@ def test_a_child_that_outlives_the_command(tmp_path: Path) -> None:
 
 
 def test_children_of_bash_stand_side_by_side(tmp_path: Path) -> None:
-    code = "import sys, time; time.sleep(0.3); print(sys.argv[1])"
+    code = f"import sys, time; time.sleep({LINGER}); print(sys.argv[1])"
     launch = Launch(
         tmp_path, "bash", "-c", f'"{PYTHON}" -c "{code}" a & "{PYTHON}" -c "{code}" b; wait'
     )
@@ -114,7 +114,7 @@ def test_children_of_bash_stand_side_by_side(tmp_path: Path) -> None:
 
 def test_children_that_can_not_be_recorded_are_named(tmp_path: Path) -> None:
     # GIVEN a program that starts children which keep the recorder out, each in its own way
-    code = "import time; time.sleep(0.6)"
+    code = f"import time; time.sleep({LINGER})"
     commands = {
         "-I": [PYTHON, "-I", "-c", code],
         "-S": [PYTHON, "-qS", "-c", code],
@@ -147,7 +147,7 @@ def test_children_that_can_not_be_recorded_are_named(tmp_path: Path) -> None:
 
 def test_the_sum_of_processes_that_overlap_and_of_some_that_don_t(tmp_path: Path) -> None:
     # GIVEN two processes with a large array each, one after the other
-    code = "import time; x = bytearray(100 << 20); time.sleep(0.3)"
+    code = f"import time; x = bytearray(100 << 20); time.sleep({LINGER})"
     launch = Launch(tmp_path, "sh", "-c", f"{PYTHON} -c '{code}'; {PYTHON} -c '{code}'; true")
     assert launch.run().returncode == 0
     # THEN their peaks add up to what was never there at once
@@ -199,7 +199,7 @@ REUSE = """
 import os, subprocess, sys, time
 
 def child(size):
-    code = f"import time; x = bytearray({size} << 20); time.sleep(0.4)"
+    code = f"import time; x = bytearray({size} << 20); time.sleep({sys.argv[1]})"
     return subprocess.Popen([sys.executable, "-c", code, str(size)])
 
 first = child(100)
@@ -215,7 +215,7 @@ print(first.pid, second.pid)
 def test_a_process_id_that_is_used_again(tmp_path: Path) -> None:
     # GIVEN two children that have the same process id one after the other
     (tmp_path / "reuse.py").write_text(REUSE)
-    launch = Launch(tmp_path, PYTHON, "reuse.py")
+    launch = Launch(tmp_path, PYTHON, "reuse.py", str(LINGER))
     # in process ids of their own, so that nobody else takes it in between
     launch.arguments = ["unshare", "--pid", "--fork", "--mount-proc", *launch.arguments]
     try:
@@ -236,7 +236,7 @@ def test_a_process_id_that_is_used_again(tmp_path: Path) -> None:
 
 def test_a_process_that_sees_another_id_of_its_own(tmp_path: Path) -> None:
     """As in a container that the command starts: its id is another process's outside."""
-    code = "import os, time; time.sleep(0.3); print(os.getpid())"
+    code = f"import os, time; time.sleep({LINGER}); print(os.getpid())"
     launch = Launch(tmp_path, "unshare", "--pid", "--fork", PYTHON, "-c", code)
     try:
         result = launch.run()
