@@ -4,6 +4,7 @@
     main.py       what Streamlit runs: the choice of runs, the navigation, the page
     choice.py     which runs, devices and processes are shown (*subjects*), kept in the address
     load.py       runs, read once and shared by all sessions
+    live.py       follows runs that are being recorded
     views/        one module a page
     figures/      pure functions from analysis to a Plotly figure; ``style.py`` is how all look
     frames.py     pure functions from analysis to a table

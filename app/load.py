@@ -33,25 +33,22 @@ BY_SUBJECT: dict[str | type, Callable[[Any], Any]] = {Subject: lambda subject: s
 class Run:
     """One run, as it was read when its files were last changed."""
 
-    summary: Summary
+    folder: str
     version: Hashable
+    summary: Summary
 
     def subject(self, name: str, account: AccountSummary) -> Subject:
         """One of the run's accounts, by a name of the caller's choice."""
         others = (one for one in self.summary.accounts if one is not account)
         summary = replace(self.summary, name=name, accounts=(account, *others))
-        return Subject(name, summary, account, (self.version, account.folder, account.device))
+        key = (self.folder, self.version, account.folder, account.device)
+        return Subject(name, summary, account, key)
 
 
-def load(folder: str) -> Run:
-    """The run in ``folder``.
-
-    Raises:
-        MemtraceError: it is missing or damaged, or saw no tensor.
-    """
-    files = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
-    version = tuple(path.stat().st_mtime_ns for path in files)
-    return Run(_read(folder, version), (folder, version))
+def version(folder: str) -> Hashable:
+    """The same for as long as the files of a run don't change."""
+    files = sorted(path for path in Path(folder).rglob("[!.]*") if path.is_file())
+    return tuple((stat.st_mtime_ns, stat.st_size) for stat in map(Path.stat, files))
 
 
 def prepare(folders: Sequence[str]) -> None:
@@ -69,9 +66,19 @@ def prepare(folders: Sequence[str]) -> None:
             continue  # it is whole, and the page says what it lacks
 
 
-@st.cache_resource(max_entries=MOST, show_spinner=False)
-def _read(folder: str, version: Hashable) -> Summary:
+def _unchanged(run: Run) -> bool:
+    return version(run.folder) == run.version
+
+
+@st.cache_resource(max_entries=MOST, show_spinner=False, validate=_unchanged)
+def load(folder: str) -> Run:
+    """The run in ``folder``; of each only the last version is kept.
+
+    Raises:
+        MemtraceError: it is missing or damaged, or saw no tensor.
+    """
+    now = version(folder)  # before reading: what is written meanwhile makes another version
     summary = summarise(open_trace(folder))
     if summary.primary is None:
         raise MemtraceError(f"{summary.name} saw no tensor, so there is nothing to draw")
-    return summary
+    return Run(folder, now, summary)

@@ -1,12 +1,13 @@
 """What Streamlit runs for each session and after each change: the choice, then the chosen page."""
 
 import sys
+import time
 from functools import partial
 from types import ModuleType
 
 import streamlit as st
 
-from app import views
+from app import live, views
 from app.choice import chosen
 
 st.set_page_config(page_title="memtrace", layout="wide")
@@ -20,5 +21,7 @@ def show(view: ModuleType) -> None:
 
 pages = [st.Page(partial(show, view), title=view.TITLE, url_path=view.PATH) for view in views.ALL]
 page = st.navigation(pages, position="top")
+began, versions = time.monotonic(), live.recording(sys.argv[1:])
 subjects = chosen(sys.argv[1:])
 page.run()
+live.follow(versions, time.monotonic() - began)

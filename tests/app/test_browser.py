@@ -1,5 +1,6 @@
 """The pages in a real browser."""
 
+import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -8,7 +9,7 @@ import pytest
 pytest.importorskip("streamlit")
 
 from tests.app.browsing import browsing, serving
-from tests.synthetic import prefill
+from tests.synthetic import History, prefill
 
 
 @pytest.fixture
@@ -41,6 +42,26 @@ def test_pages_are_drawn_and_charts_are_saved(runs: list[Path], tmp_path: Path) 
     texts = {text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")}
     assert {"KV_res", "tide − snapkv"} <= texts
     assert (tmp_path / "memtrace-equation.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_run_is_followed_while_it_is_recorded(tmp_path: Path) -> None:
+    run, history = tmp_path / "live.memtrace", History()
+    history.alloc(1 << 20, "model")
+    history.write(run, complete=False)
+    with serving(tmp_path, run) as (_, url), browsing(url) as page:
+        page.get_by_text("live is not complete").wait_for()
+        page.get_by_role("link", name="Timeline").click()
+        page.get_by_text("Of 1 events").wait_for()
+        for complete in (False, True):
+            history.alloc(1 << 20, "Act")
+            history.write(tmp_path / "next", complete=complete)
+            shutil.rmtree(run)
+            (tmp_path / "next").rename(run)
+            page.get_by_text(f"Of {len(history.live)} events").wait_for()
+        page.get_by_role("link", name="Overview").click()
+        page.get_by_text("Live at the peak").wait_for()
+        assert page.get_by_text("is not complete").count() == 0
 
 
 @pytest.mark.slow
