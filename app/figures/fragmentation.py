@@ -176,7 +176,7 @@ def _filling(kind: str, look: Look) -> dict[str, Any]:
             "fgcolor": COLOURS["allocator"],
             "bgcolor": look.background,
             "size": 6,
-            "solidity": 0.35,
+            "solidity": 0.5,
         },
     }
 

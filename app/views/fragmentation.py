@@ -46,7 +46,14 @@ def draw(subjects: Sequence[Subject]) -> None:
 @st.fragment
 def _scrubbed(found: Sequence[tuple[Subject, History]]) -> None:
     courses = [history.course for _, history in found]
-    st.session_state.setdefault("instant", _most_in_pieces(courses))
+    jumps = {
+        "Peak of allocated": _highest(courses, "allocated"),
+        "Most in pieces": _highest(courses, "hard"),
+    }
+    for _, one in reversed(found):  # the first run's counts
+        for time_us in one.time_us["ooms"][-1:].tolist():
+            jumps["Out of memory"] = 1 + one.course.span_of(time_us)
+    st.session_state.setdefault("instant", jumps.get("Out of memory", jumps["Peak of allocated"]))
     span = st.slider(
         "Instant, in parts of each run's time",
         1,
@@ -57,11 +64,8 @@ def _scrubbed(found: Sequence[tuple[Subject, History]]) -> None:
         "of allocated or the last failure.",
     )
     with st.container(horizontal=True):
-        _jump("Most in pieces", _most_in_pieces(courses))
-        _jump("Peak of allocated", _highest(courses))
-        failed = [one.span_of(_time(subject, one.ooms[-1])) for subject, one in _failed(found)]
-        if failed:
-            _jump("Out of memory", 1 + failed[0])
+        for text, number in jumps.items():
+            _jump(text, number)
     instants = [_instant(subject, history.course, span - 1) for subject, history in found]
     row = row_bytes(max(subject.account.reserved_peak or 0 for subject, _ in found))
     st.subheader("Segments")
@@ -95,25 +99,11 @@ def _jump(text: str, span: int) -> None:
     st.button(text, on_click=jump)
 
 
-def _most_in_pieces(courses: Sequence[Course]) -> int:
-    """The span, from 1, in which a run has most that is hard."""
+def _highest(courses: Sequence[Course], part: str) -> int:
+    """The span, from 1, in which a run has most of a part of reserved memory."""
     return 1 + max(
-        range(_SPANS), key=lambda span: max(one.stops[span].parts.hard for one in courses)
+        range(_SPANS), key=lambda span: max(getattr(one.stops[span].parts, part) for one in courses)
     )
-
-
-def _highest(courses: Sequence[Course]) -> int:
-    return 1 + max(
-        range(_SPANS), key=lambda span: max(one.stops[span].parts.allocated for one in courses)
-    )
-
-
-def _failed(found: Sequence[tuple[Subject, History]]) -> list[tuple[Subject, Course]]:
-    return [(subject, one.course) for subject, one in found if len(one.course.ooms)]
-
-
-def _time(subject: Subject, event: int) -> int:
-    return int(subject.account.account.time_us[event])
 
 
 @st.cache_resource(max_entries=MOST, hash_funcs=BY_SUBJECT, show_spinner=False)

@@ -20,6 +20,7 @@ def test_the_slider_moves_the_map_and_charts_are_saved(tmp_path: Path) -> None:
         bars.first.wait_for()
         page.locator(".st-key-unused .heatmaplayer image").wait_for()
         said = page.get_by_text("66.0 MiB free in pieces")
+        page.get_by_role("button", name="Most in pieces").click()
         said.wait_for()
         for _ in range(30):
             page.get_by_role("slider").first.press("ArrowLeft")
