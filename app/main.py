@@ -9,6 +9,7 @@ import streamlit as st
 
 from app import live, views
 from app.choice import chosen
+from app.replays import replays
 
 st.set_page_config(page_title="memtrace", layout="wide")
 
@@ -22,6 +23,6 @@ def show(view: ModuleType) -> None:
 pages = [st.Page(partial(show, view), title=view.TITLE, url_path=view.PATH) for view in views.ALL]
 page = st.navigation(pages, position="top")
 began, versions = time.monotonic(), live.recording(sys.argv[1:])
-subjects = chosen(sys.argv[1:])
+subjects = chosen([*sys.argv[1:], *(str(one.folder) for one in replays())])
 page.run()
 live.follow(versions, time.monotonic() - began)
