@@ -402,7 +402,7 @@ def describe(panel: Panel) -> str:
     shares = ", ".join(
         f"{name} {100 * size / peak.allocated:.0f} %"
         for name, size in peak.components.items()
-        if 200 * size >= peak.allocated
+        if 200 * size >= peak.allocated > 0
     )
     return (
         f"{panel.name}: allocated bytes peak at {format_size(peak.allocated)} after "

@@ -32,17 +32,11 @@ _BY, _WHICH, _FROM, _TO, _AT, _VERSUS = "by", "request", "from", "to", "at", "ve
 _ROWS = 15  # of a table of what is alive
 
 
+@st.fragment
 def draw(subjects: Sequence[Subject]) -> None:
     """The stacked components of every subject, and what was alive at an instant."""
-    _explored(subjects)
-
-
-@st.fragment
-def _explored(subjects: Sequence[Subject]) -> None:
     with st.container(horizontal=True, vertical_alignment="bottom"):
         subjects, axes, title, names = _aligned(subjects)
-        if not subjects:
-            return
         whole = _whole(axes)
         view = _view(whole)
     scale = Scale(title, view, names)
@@ -98,6 +92,9 @@ def _aligned(
         )
         of = requests[which]
         chosen = [subject for subject in subjects if subject.name in of]
+        without = [subject.name for subject in subjects if subject.name not in of]
+        if without:
+            st.info(escaped(f"{' and '.join(without)} didn't serve {which}."))
         spans = [of[subject.name] for subject in chosen]
         axes = [by_time(start, end, zero_us=start) for start, end in spans]
         return chosen, axes, "seconds since the request began", ()
@@ -105,7 +102,9 @@ def _aligned(
         axes, names = by_progress(ends, [_steps(subject, by) for subject in subjects])
         if names:
             return subjects, axes, f"progress, by {by}", names
-        st.info(f"These runs have no {by} in common, so they are aligned by time.")
+        who = "These runs have" if len(subjects) > 1 else "This run has"
+        in_common = " in common" if len(subjects) > 1 else ""
+        st.info(f"{who} no {by}{in_common}; aligned by time instead.")
     axes = [by_time(begin, end) for begin, end in ends]
     return subjects, axes, "seconds since the run began", ()
 

@@ -164,7 +164,7 @@ class Account:
 
     @cached_property
     def lives(self) -> Lives:
-        """From when to when bytes belong to a component; twelve bytes an event."""
+        """From when to when bytes belong to a component; eight bytes an event."""
         events, contexts = self.process.events, self.process.contexts
         order = self.by_storage.astype(np.int32)
         storage, action = events["id"][order], contexts["action"][events["context"][order]]

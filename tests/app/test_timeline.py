@@ -13,6 +13,7 @@ from app.views.timeline import PATH
 from memtrace.analysis.document import document
 from memtrace.analysis.summary import summarise
 from memtrace.trace.reader import open_trace
+from memtrace.trace.schema import Action
 from tests.app.opening import figure, opened, words
 from tests.synthetic import History, prefill
 
@@ -47,6 +48,15 @@ def test_one_event_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     app = opened(monkeypatch, [str(history.write(tmp_path / "one"))], PATH)
     assert figure(app, "timeline")["data"]
     assert app.table[0].value["size"].tolist() == ["100 B"]
+
+
+def test_a_run_that_found_no_room_at_all_is_shown_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = History()
+    history.event(Action.OOM, 0, 40 << 20, None, device="cuda:0")
+    app = opened(monkeypatch, [str(history.write(tmp_path / "oom"))], PATH, at="0.1")
+    assert "peak at 0 B after 0.00 s, of which nothing" in app.caption[0].value
 
 
 def test_the_address_says_what_is_in_view(runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +122,7 @@ def test_runs_without_a_common_step_are_aligned_by_time_and_it_is_said(
     history.alloc(100, "Act")
     app = opened(monkeypatch, [*runs, str(history.write(tmp_path / "bare"))], PATH, by="chunk")
     assert [one.value for one in app.info] == [
-        "These runs have no chunk in common, so they are aligned by time."
+        "These runs have no chunk in common; aligned by time instead."
     ]
     assert layout(app)["xaxis"]["title"]["text"] == "seconds since the run began"
 
@@ -133,6 +143,8 @@ def test_by_request_each_begins_at_zero(tmp_path: Path, monkeypatch: pytest.Monk
         history.free(history.alloc(1 << 20, "Act"))
         history.rows["requests"].append((name, 5, None, start, None, history.time_us, "ok"))
     run = str(history.write(tmp_path / "two"))
-    app = opened(monkeypatch, [run], PATH, by="request", request="q2")
+    other = str(prefill().write(tmp_path / "other"))
+    app = opened(monkeypatch, [run, other], PATH, by="request", request="q2")
+    assert [one.value for one in app.info] == ["other didn't serve q2."]
     assert layout(app)["xaxis"]["range"] == [0, 0.002]
     assert layout(app)["xaxis"]["title"]["text"] == "seconds since the request began"
