@@ -26,10 +26,10 @@ _HOVERED = 500
 #: unused, the ratio.
 ADDRESSES = 96
 _HEIGHTS = (260, 220, 120)
-_BETWEEN = 56  # pixels between them, for an axis and a title
+_BETWEEN, _APART = 56, 90  # pixels between them, and where an axis and a title come together
 _TOP, _BELOW = 90, 50  # pixels for the legend and a title, and for the last axis
 #: What is no component, by its pattern; all in the colour of the allocator.
-_PATTERNS = {"slack": "\\", "pending": ".", "hard": "/", "releasable": "-", "private": "x"}
+_PATTERNS = {"slack": "|", "pending": ".", "hard": "/", "releasable": "-", "private": "x"}
 #: Kinds of bytes in the order of the legend.
 KINDS = (*TENSOR_COMPONENTS, *_PATTERNS)
 
@@ -433,14 +433,15 @@ def _grid(names: Sequence[str], heights: Sequence[int]) -> tuple[go.Figure, int,
     for block in range(blocks):
         own = [*names[block * columns : (block + 1) * columns], *[""] * columns][:columns]
         titles += [*own, *[""] * columns * (len(heights) - 1)]
-    height = sum(rows) + _BETWEEN * (len(rows) - 1)
+    between = _BETWEEN if blocks == 1 else _APART
+    height = sum(rows) + between * (len(rows) - 1)
     figure = make_subplots(
         rows=len(rows),
         cols=columns,
         row_heights=rows,
         subplot_titles=titles,
         horizontal_spacing=0.06,
-        vertical_spacing=_BETWEEN / height if len(rows) > 1 else 0,
+        vertical_spacing=between / height if len(rows) > 1 else 0,
     )
     return figure, columns, height
 

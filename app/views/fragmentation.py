@@ -36,8 +36,8 @@ def draw(subjects: Sequence[Subject]) -> None:
     without = [subject.name for subject, parts in looked if not parts]
     if without:
         st.info(
-            f"No segments were recorded of {escaped(', '.join(without))}: a CPU has no caching "
-            "allocator. The page What if shows what a GPU's would make of such a run."
+            f"No segments were recorded of {escaped(', '.join(without))}: only the caching allocator "
+            "of a GPU has them. The page What if shows what it would make of such a run."
         )
     if found:
         _scrubbed(found)

@@ -32,8 +32,10 @@ from memtrace.analysis.summary import summarise
 from memtrace.components import COLOURS
 from memtrace.sizes import format_size
 from memtrace.trace.reader import open_trace
+from memtrace.trace.schema import Action
 from tests.analysis.simulated import MiB, Program
 from tests.app.opening import figure, opened
+from tests.synthetic import History as Rows
 from tests.synthetic import prefill
 
 
@@ -219,3 +221,17 @@ def test_a_run_of_a_cpu_is_left_out_in_a_sentence(
     assert list(app.table[0].value.columns) == ["pieces"]
     alone = opened(monkeypatch, [str(cpu)], PATH)
     assert not alone.get("plotly_chart") and not alone.error
+
+
+@pytest.mark.parametrize("events", [1, 2, 3])
+def test_a_few_events_are_enough(
+    events: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = Rows()
+    actions = (Action.ALLOC, Action.SEGMENT_ALLOC, Action.OOM)
+    for action in actions[:events]:
+        component = "Act" if action == Action.ALLOC else None
+        history.event(action, 1 << 21, 1 << 21, component, device="cuda:0")
+    app = opened(monkeypatch, [str(history.write(tmp_path / "few"))], PATH)
+    assert not app.error
+    assert bool(app.info) == (events == 1)
