@@ -4,10 +4,12 @@
     main.py       what Streamlit runs: the choice of runs, the navigation, the page
     choice.py     which runs, devices and processes are shown (*subjects*), kept in the address
     load.py       runs, read once and shared by all sessions
+    lives.py      from when to when allocations lived, found once for all pages
     live.py       follows runs that are being recorded
+    replays.py    runs that readers made by replaying, shown like any other
     views/        one module a page
     figures/      pure functions from analysis to a Plotly figure; ``style.py`` is how all look
-    frames.py     pure functions from analysis to a table
+    frames*.py    pure functions from analysis to a table
     parts.py      what pages are made of: the one way to show a chart, a table, a text of a trace
 
 A page is a module in ``views/`` with ``TITLE``, ``PATH`` (its part of the address) and
