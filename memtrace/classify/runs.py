@@ -16,7 +16,8 @@ from memtrace.trace.manifest import file_checksums, write_manifest
 from memtrace.trace.reader import Trace, open_trace
 from memtrace.trace.writer import TableWriter
 
-_TABLES = ("contexts", "events")
+#: What is written anew; blocks lose their components, which are those that the recorder booked.
+_TABLES = ("contexts", "events", "blocks")
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ def _write(trace: Trace, rules: UserRules, folder: Path) -> list[Hit]:
         with TableWriter(folder / process.folder.name) as writer:
             writer.append("contexts", new.contexts)
             writer.append("events", new.events)
+            blocks = process.blocks
+            writer.append("blocks", {**blocks, "component": [None] * len(blocks["address"])})
     hits = [
         Hit(rule, sum(new.matched[row] for new in found), sum(new.bytes[row] for new in found))
         for row, rule in enumerate(rules.rules)

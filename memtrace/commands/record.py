@@ -56,10 +56,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--source",
-        choices=("auto", "tensors"),
+        choices=("auto", "tensors", "none"),
         default="auto",
         help="auto reads the history of CUDA's allocator once CUDA is used, tensors books what "
-        "operators return on any device (default: auto)",
+        "operators return on any device, none only asks CUDA's allocator after each request, which "
+        "costs next to nothing (default: auto)",
     )
     parser.add_argument(
         "--interval",

@@ -239,20 +239,32 @@ class CudaSource:
             if new >= _FULL or (new and now - self._drained >= _STALE_SECONDS):
                 self.due, self._due_since = True, now
 
-    def request_ended(self) -> None:
+    def request_ended(self) -> Mapping[str, Any] | None:
         """Drain at the border of a request, if this thread alone allocates.
 
         Otherwise what was read would have to stay, and be read again at the next border.
-        """
-        if self._alone():
-            self.drain()
 
-    def drain(self) -> None:
-        """Move the history into the trace, and sample what the allocator counts itself."""
+        Returns:
+            PyTorch's snapshot, which the events lead to; None: it wasn't taken.
+        """
+        return self.drain() if self._alone() else None
+
+    def component_of(self, device: int, address: int) -> str | None:
+        """The component of the block there after the last drain; None: free."""
+        layout = self._histories[device].layout
+        block = layout.live.get(address) or layout.pending.get(address)
+        return None if block is None else block.tag.component
+
+    def drain(self) -> Mapping[str, Any]:
+        """Move the history into the trace, and sample what the allocator counts itself.
+
+        Returns:
+            The snapshot that was read.
+        """
         with self._draining, _undisturbed():
             self.due = False
             self._drained = time.monotonic()
-            self._drain()
+            return self._drain()
 
     def _alone(self) -> bool:
         """Whether no other thread of Python's can allocate now.
@@ -263,7 +275,7 @@ class CudaSource:
         here = threading.current_thread()
         return not any(one in self.working and one is not here for one in threading.enumerate())
 
-    def _drain(self) -> None:
+    def _drain(self) -> Mapping[str, Any]:
         before = [_counts(torch._C._cuda_memoryStats(i)) for i in range(len(self._histories))]
         # Between reading and clearing another thread could allocate, and its entries would be lost.
         # So where there is one the history stays while there is room, and what was read before is
@@ -280,6 +292,7 @@ class CudaSource:
             quiet = before[index] == _counts(stats)  # no other thread came between
             self._drain_device(index, history, snapshot, timed, stats, quiet)
             self._read[index] = 0 if cleared else len(snapshot["device_traces"][index])
+        return snapshot
 
     def _drain_device(
         self,

@@ -108,8 +108,8 @@ class Ledger:
         self._events = array("q")  # never replaced: those who append hold on to it
         self._append = self._events.frombytes
         self._on_death = self._death_callback()
-        self._samples: list[tuple[Any, ...]] = []
-        self._requests: list[tuple[Any, ...]] = []
+        self._rows: dict[str, list[tuple[Any, ...]]] = {}  # by table, not yet written
+        self._requests = 0
         self._pid = os.getpid()
         self._next_id = count(1).__next__
         self._scopes = _Interned()
@@ -268,11 +268,18 @@ class Ledger:
 
     def sample(self, source: str, value: int) -> None:
         """A value that the process knows of itself, at the current event."""
-        self._samples.append((self.now_us(), self._pid, source, self.position, value))
+        self.add("samples", (self.now_us(), self._pid, source, self.position, value))
 
-    def request(self, row: tuple[Any, ...]) -> None:
-        """One finished request, in the order of the schema's columns."""
-        self._requests.append(row)
+    def request(self, row: tuple[Any, ...]) -> int:
+        """One finished request, in the order of the schema's columns; its number."""
+        with self._intern_lock:
+            self.add("requests", row)
+            self._requests += 1
+            return self._requests - 1
+
+    def add(self, table: str, row: tuple[Any, ...]) -> None:
+        """A row of a table, in the order of the schema's columns; the next flush writes it."""
+        self._rows.setdefault(table, []).append(row)
 
     def append(self, rows: np.ndarray) -> None:
         """Write events of another book-keeper, (n, 5): time_us, id, bytes, requested, context."""
@@ -311,10 +318,10 @@ class Ledger:
         time_us = (time - self.epoch_ns) // 1000
         # A storage is as large as was asked for.
         self._write_events(time_us, number, size, size, context)
-        samples, self._samples = self._samples, []
-        self._writer.append_rows("samples", samples)
-        requests, self._requests = self._requests, []
-        self._writer.append_rows("requests", requests)
+        for table in list(self._rows):  # in their order: rows come after those that they name
+            rows = self._rows[table][:]
+            del self._rows[table][: len(rows)]  # another thread may add one meanwhile
+            self._writer.append_rows(table, rows)
 
     def _write_events(self, *columns: np.ndarray) -> None:
         """Append events, and before them every row that they name."""
@@ -351,7 +358,7 @@ class Ledger:
         for interned in (self._scopes, self._stacks, self._contexts):
             interned.written = 0
         del self._events[:]  # the parent writes these
-        self._samples, self._requests = [], []
+        self._rows, self._requests = {}, 0
         self.events_written = self.events_dropped = 0
         scope = self.scope(0, "op", "inherited by fork")
         now = perf_counter_ns()

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from memtrace import components, scopes
 from memtrace.errors import MemtraceError
+from memtrace.record.boundaries import Boundaries
 from memtrace.record.cuda import CudaSource, unsupported
 from memtrace.record.enter import enter_run
 from memtrace.record.following import follow
@@ -65,6 +66,19 @@ class _Request(scopes.Request):
             self.first_token_us = self._now_us()
 
 
+class _Nothing:
+    """The source that books no tensor."""
+
+    def retag(self, tensor: Any, component: str, *, only: tuple[str, ...] | None = None) -> None:
+        """As :class:`memtrace.record.source.Source` has it."""
+
+    def adopt(self, tensor: Any, component: str) -> None:
+        """As :class:`memtrace.record.source.Source` has it."""
+
+
+_NOTHING = _Nothing()
+
+
 class Session:
     """Records the process it lives in, from :meth:`start` to :meth:`close`.
 
@@ -75,7 +89,8 @@ class Session:
         sample_ms: milliseconds between samples of this process's RSS; 0 leaves it to a launcher
             that looks from outside.
         source: "auto" reads the history of CUDA's allocator once CUDA is used, "tensors" books
-            what operators return on any device.
+            what operators return on any device, "none" books nothing: there are requests, samples
+            of process memory, and what CUDA's allocator says of itself after each request.
     """
 
     _active: "Session | None" = None
@@ -98,8 +113,9 @@ class Session:
         outermost = self._ledger.frame("other", 0, explicit=False)
         self._place = ContextVar("memtrace_frame", default=outermost)
         self._rules = Rules(Wrapping(self._ledger, self._place, self.source))
-        self._want_cuda = source == "auto"
+        self._source = source
         self._cuda: CudaSource | None = None
+        self._boundaries = Boundaries(self._ledger, stacks)
         self._older: list[threading.Thread] = []  # threads from before the recording
         self._cuda_unseen: str | None = None
         self._stop = threading.Event()
@@ -133,13 +149,16 @@ class Session:
             one for one in threading.enumerate() if one is not threading.current_thread()
         ]
         self.source()
-        self._rules.install()
+        if self._source != "none":
+            self._rules.install()
         scopes.attach(self)
         follow(Session.active)
         atexit.register(self.close)
         self._start_writer()
-        if self._want_cuda:
+        if self._source == "auto":
             torch.cuda._lazy_call(self._start_cuda)
+        elif self._source == "none" and self._stacks:
+            torch.cuda._lazy_call(self._keep_stacks)
         return self
 
     def close(self) -> None:
@@ -233,6 +252,8 @@ class Session:
         ledger = self._ledger
         values = sys.modules.get("memtrace.virtual_gpu.values")
         unseen = list(UNSEEN if self._cuda is None else UNSEEN_ON_CUDA)
+        if self._source == "none":
+            unseen = ["every allocation (--source none): only requests were recorded"]
         if self._cuda is not None and self._cuda.missed:
             unseen.append(
                 f"{self._cuda.missed} events of CUDA's allocator, which its history had "
@@ -281,8 +302,15 @@ class Session:
             reason = str(error) or type(error).__name__
         self._cuda_unseen = reason
 
+    def _keep_stacks(self) -> None:
+        """CUDA was initialised: each block remembers who allocated it, as long as it lives."""
+        if Session._active is self and unsupported() is None:
+            torch.cuda.memory._record_memory_history("state", context="state", stacks="python")
+
     def source(self) -> Source:
         """The source of the calling thread, entered when the thread first asks for it."""
+        if self._source == "none":
+            return _NOTHING
         if self._cuda is not None:
             return self._cuda.of_thread()
         return self._tensors()
@@ -364,19 +392,28 @@ class Session:
             outcome = "oom" if out_of_memory else "error"
             raise
         finally:
-            if self._cuda is not None:
-                self._cuda.request_ended()
-            ledger.request(
-                (
-                    name,
-                    prompt_tokens,
-                    request.generated_tokens,
-                    start_us,
-                    request.first_token_us,
-                    ledger.now_us(),
-                    request.outcome or outcome,
-                )
+            row = (
+                name,
+                prompt_tokens,
+                request.generated_tokens,
+                start_us,
+                request.first_token_us,
+                ledger.now_us(),
+                request.outcome or outcome,
             )
+            self._note_boundary(ledger.request(row))
+
+    def _note_boundary(self, request: int) -> None:
+        """What CUDA's allocator says after a request, if it is in use."""
+        if not torch.cuda.is_initialized():
+            return
+        if self._cuda is None:
+            native = unsupported() is None
+            self._boundaries.note(request, torch.cuda.memory._snapshot() if native else None)
+            return
+        snapshot = self._cuda.request_ended()
+        event = None if snapshot is None else self._ledger.position
+        self._boundaries.note(request, snapshot, self._cuda.component_of, event)
 
     def retag(self, tensor: Any, component: str) -> None:
         with self.component(component):

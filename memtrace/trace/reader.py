@@ -197,6 +197,25 @@ class ProcessTrace:
         return self._columns("requests")
 
     @cached_property
+    def boundaries(self) -> Columns:
+        """What CUDA's allocator said of itself after each request: one row a request and device."""
+        boundaries = self._whole_columns("boundaries", "request")
+        if None in boundaries["device"]:
+            raise TraceError(f"{self.folder} is damaged: boundaries has rows without device")
+        return boundaries
+
+    @cached_property
+    def segments(self) -> Columns:
+        """The segments of the snapshots that boundaries name."""
+        return self._whole_columns("segments", "snapshot", "address", "bytes", "stream")
+
+    @cached_property
+    def blocks(self) -> Columns:
+        """The blocks of the snapshots that boundaries name."""
+        named = ("snapshot", "address", "bytes", "requested", "state", "stack")
+        return self._whole_columns("blocks", *named)
+
+    @cached_property
     def events(self) -> Columns:
         """``time_us``, ``id``, ``bytes``, ``context``: one NumPy array each.
 

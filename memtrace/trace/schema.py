@@ -8,6 +8,7 @@ A run is a folder::
         PID-START/             one folder a process (PID-START-rank1 of a distributed launch)
             manifest.json      versions, options, what was not seen
             events.arrow  contexts.arrow  scopes.arrow  stacks.arrow  samples.arrow  requests.arrow
+            boundaries.arrow  segments.arrow  blocks.arrow
 
 Every table is an Arrow IPC stream, appended to in small compressed batches, so that a process that
 is killed leaves a readable trace up to its last batch. What changes rarely is interned: an event
@@ -101,6 +102,55 @@ TABLES: dict[str, pa.Schema] = {
             ("first_token_us", pa.int64()),
             ("end_us", pa.int64()),
             ("outcome", pa.string()),  # ok, oom, error
+        ]
+    ),
+    # What the caching allocator of a CUDA device says of itself right after a request: its
+    # counters, in bytes where nothing else is said, null where it has none. Peaks are those since
+    # the process began or the program set them back.
+    # event: number of events before; null: another thread may allocate, or no event was recorded.
+    # snapshot: its segments and blocks then; null: not taken. One that is as the one before has
+    # its number.
+    "boundaries": pa.schema(
+        [
+            ("request", pa.int64()),  # row of requests
+            ("device", pa.string()),
+            ("event", pa.int64()),
+            ("snapshot", pa.int64()),
+            ("allocated", pa.int64()),
+            ("reserved", pa.int64()),
+            ("active", pa.int64()),
+            ("requested", pa.int64()),
+            ("inactive_split", pa.int64()),
+            ("allocated_peak", pa.int64()),
+            ("reserved_peak", pa.int64()),
+            ("inactive_split_peak", pa.int64()),
+            ("segments", pa.int64()),  # how many
+            ("retries", pa.int64()),  # how many since the process began
+            ("ooms", pa.int64()),
+        ]
+    ),
+    "segments": pa.schema(
+        [
+            ("snapshot", pa.int64()),
+            ("address", pa.int64()),
+            ("bytes", pa.int64()),
+            ("stream", pa.int64()),
+            ("pool", pa.string()),  # as in contexts
+            ("expandable", pa.int8()),  # 1: a mapped range of an expandable one
+        ]
+    ),
+    # state: 0 free, 1 allocated, 2 freed and waiting for a stream.
+    # component: as the recorder booked it; null: free, or not booked.
+    # stack: of who allocated it, -1: not recorded here.
+    "blocks": pa.schema(
+        [
+            ("snapshot", pa.int64()),
+            ("address", pa.int64()),
+            ("bytes", pa.int64()),
+            ("requested", pa.int64()),  # 0 where free
+            ("state", pa.int8()),
+            ("component", pa.string()),
+            ("stack", pa.int32()),
         ]
     ),
 }
