@@ -17,12 +17,25 @@ from memtrace.commands import (
     record,
     replay,
     report,
+    stability,
     view,
 )
 from memtrace.errors import MemtraceError
 from memtrace.output import unwritten
 
-_COMMANDS = (record, report, explain, compare, view, replay, classify, import_, export, devices)
+_COMMANDS = (
+    record,
+    report,
+    explain,
+    compare,
+    view,
+    stability,
+    replay,
+    classify,
+    import_,
+    export,
+    devices,
+)
 
 _EXAMPLES = """\
 examples:
@@ -31,6 +44,7 @@ examples:
   memtrace explain infer-4711.memtrace         why it ran out of memory
   memtrace compare snapkv.memtrace tide.memtrace
   memtrace view snapkv.memtrace tide.memtrace  the same in a browser
+  memtrace stability served.memtrace           whether memory stays put over requests
   memtrace replay infer-4711.memtrace --sweep  which allocator settings need the least memory
   memtrace import snapshot.pickle              what torch.cuda.memory._dump_snapshot() wrote
   memtrace classify infer-4711.memtrace --rules my.toml -o mine.memtrace

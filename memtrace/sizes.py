@@ -6,6 +6,7 @@ from memtrace.errors import MemtraceError
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DECIMAL = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_RATE = re.compile(r"(.+?)\s*(?:/|\bper\b)\s*([0-9]+)?\s*requests?\s*")
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -32,3 +33,18 @@ def parse_size(text: str | int) -> int:
     if not match or not scale:
         raise MemtraceError(f"{text!r} is not a size; write it as 300 MiB, 1.5 GiB or 4096")
     return round(float(match[1]) * scale)
+
+
+def parse_rate(text: str) -> float:
+    """``"1 MiB/100 requests"``, ``"64 KiB/request"`` → bytes a request.
+
+    Raises:
+        MemtraceError: anything else.
+    """
+    match = _RATE.fullmatch(text) if isinstance(text, str) else None
+    count = int(match[2] or 1) if match else 0
+    if match is None or count == 0:
+        raise MemtraceError(
+            f"{text!r} is no rate; write it as 1 MiB/100 requests or 64 KiB/request"
+        )
+    return parse_size(match[1]) / count

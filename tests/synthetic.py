@@ -82,7 +82,7 @@ class History:
         self.rows["samples"].append(row)
 
     def request(self, name: str, prompt_tokens: int, outcome: str = "ok") -> None:
-        now = self.time_us
+        now = self.time_us - 1  # just after the last event
         self.rows["requests"].append((name, prompt_tokens, None, 0, None, now, outcome))
 
     def write(

@@ -62,6 +62,11 @@ class Slope:
         return max(1, ceil(needed) - self.points)
 
 
+def comparable(lengths: Sequence[int | None]) -> Sequence[int | None]:
+    """Prompts of one length are compared with each other, unless hardly two are alike."""
+    return lengths if 2 * len(set(lengths)) <= len(lengths) else [None] * len(lengths)
+
+
 def slope(
     values: Sequence[int] | np.ndarray,
     confidence: float = 0.95,

@@ -13,15 +13,15 @@ import numpy as np
 
 from memtrace.analysis.accounts import Account, Series, accounts
 from memtrace.analysis.blocks import Moment
-from memtrace.analysis.peaks import top_allocations
-from memtrace.analysis.stability import Slope, Stability, slope
-from memtrace.budgets.verdicts import Finding, allocations
+from memtrace.analysis.growth import growing_allocations
+from memtrace.analysis.stability import Slope, Stability, comparable, slope
+from memtrace.budgets.verdicts import Finding, user_frames
 from memtrace.budgets.words import Plateau
 from memtrace.errors import MemtraceError
 from memtrace.sizes import format_size
 from memtrace.trace.reader import ProcessTrace
 
-#: Groups of allocations listed.
+#: Kinds of allocations listed.
 _TOP = 8
 
 
@@ -78,7 +78,7 @@ def judge_plateau(wanted: Plateau, requests: Requests, root: Path) -> Finding:
         if account.device == "meta":
             continue
         ends = account.event_at(requests.end_us)[wanted.warmup :]
-        groups = _comparable(requests.prompt_tokens[wanted.warmup :])
+        groups = comparable(requests.prompt_tokens[wanted.warmup :])
         for name, series in _measured(account):
             values = series.read(ends)
             found = slope(values, groups=groups)
@@ -105,11 +105,6 @@ def judge_plateau(wanted: Plateau, requests: Requests, root: Path) -> Finding:
                 parts.append("\n".join([one.problem, *_levels(values)]))
     one.text = "\n\n".join(parts)
     return one
-
-
-def _comparable(lengths: Sequence[int | None]) -> Sequence[int | None]:
-    """Prompts of one length are compared with each other, unless hardly two are alike."""
-    return lengths if 2 * len(set(lengths)) <= len(lengths) else [None] * len(lengths)
 
 
 def _measured(account: Account) -> Iterator[tuple[str, Series]]:
@@ -154,12 +149,10 @@ def _levels(values: np.ndarray) -> list[str]:
 def _growth(
     account: Account, ends: np.ndarray, groups: Sequence[int | None], root: Path
 ) -> list[str]:
-    """Which components grow, and what has come and stayed."""
-    lines = ["", f"{'component':<12}{'a request':>14}"]
-    for name, series in account.components.items():
-        value = slope(series.read(ends), groups=groups).value
-        if value > 0:
-            lines.append(f"{name:<12}{format_size(round(value)):>14}")
-    born = np.arange(len(account.process.events["id"])) > ends[0]
-    top = top_allocations(account, int(ends[-1]), born)[:_TOP]
-    return [*lines, "", "allocated since and still there:", *allocations(top, root)]
+    """What more and more stays of, with the user's frames that made it."""
+    lines = ["", f"{'a request':>12}  what stays"]
+    for row in growing_allocations(account, ends.tolist(), groups)[:_TOP]:
+        value, component = format_size(round(row.slope.value)), row.component or ""
+        lines.append(f"{value:>12}  {component:<14}{row.count:>5} ×  {row.where}")
+        lines += [f"{'':>36}{frame}" for frame in user_frames(row.stack, root)]
+    return lines

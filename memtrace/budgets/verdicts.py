@@ -224,11 +224,11 @@ def allocations(groups: Sequence[Group], root: Path) -> list[str]:
             f"{format_size(group.bytes):>12}  {group.component:<14}{group.count:>5} ×  "
             f"{group.where}"
         )
-        lines += [f"{'':>36}{frame}" for frame in _frames(group.stack, root)]
+        lines += [f"{'':>36}{frame}" for frame in user_frames(group.stack, root)]
     return lines
 
 
-def _frames(stack: Sequence[str], root: Path) -> list[str]:
+def user_frames(stack: Sequence[str], root: Path) -> list[str]:
     """The innermost frames of files below ``root`` that aren't installed there, else of any."""
     prefix = f"{root}/"
     own = [

@@ -11,7 +11,7 @@ from typing import Any
 
 from memtrace.components import TENSOR_COMPONENTS, base
 from memtrace.errors import MemtraceError
-from memtrace.sizes import format_size, parse_size
+from memtrace.sizes import format_size, parse_rate, parse_size
 
 #: The sums of components that can be limited; :data:`memtrace.analysis.blocks.SUMS`, said here so
 #: that parsing imports nothing.
@@ -23,7 +23,6 @@ _FORMS = "write it as 300 MiB, 1.5 GiB, 2 GB (10⁹ bytes) or 4096 (bytes)"
 
 _SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
 _RELATIVE = re.compile(_SHARE.pattern + r"of\s+(\S.*?)\s*")
-_RATE = re.compile(r"(.+?)\s*(?:/|\bper\b)\s*([0-9]+)?\s*requests?\s*")
 
 
 @dataclass(frozen=True)
@@ -163,19 +162,17 @@ def parse_plateau(words: Mapping[str, Any]) -> Plateau:
     requests = _count("memory_plateau", "requests", words["requests"], least=1)
     warmup = words.get("warmup", max(1, requests // 10))
     text = words["slope"]
-    match = _RATE.fullmatch(text) if isinstance(text, str) else None
-    count = int(match[2] or 1) if match else 0
-    if match is None or count == 0:
-        raise MemtraceError(
-            f"memory_plateau(slope={text!r}): write it as 1 MiB/100 requests or 64 KiB/request"
-        )
+    try:
+        rate = parse_rate(text)
+    except MemtraceError as error:
+        raise MemtraceError(f"memory_plateau(slope={text!r}): {error}") from None
     if requests - _count("memory_plateau", "warmup", warmup, least=0) < FEWEST:
         raise MemtraceError(
             f"memory_plateau(requests={requests}): {FEWEST} or more must be left after the warm-up"
         )
     return Plateau(
         requests=requests,
-        slope=_size("slope", match[1], "per so many requests").bytes / count,
+        slope=rate,
         text=text,
         warmup=warmup,
     )
