@@ -285,9 +285,9 @@ def _process_note(one: AccountSummary) -> str:
     return one.memory.source.upper() + exact
 
 
-def allocations(groups: Iterable[Allocations]) -> Table:
-    """What was live at the peak, grouped by what made it."""
-    table = grid("live at the peak", "bytes", "count", "made in", text=(0, 3))
+def allocations(groups: Iterable[Allocations], title: str = "live at the peak") -> Table:
+    """What was live at an instant, grouped by what made it."""
+    table = grid(title, "bytes", "count", "made in", text=(0, 3))
     for group in groups:
         name = group.component.partition("/")[0]
         label = Text.assemble(("■ ", COLOURS[name]), group.component)

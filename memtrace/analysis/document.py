@@ -185,7 +185,7 @@ def _account(one: AccountSummary | None, top: int) -> dict[str, Any]:
                 "time_us": one.peak.time_us,
                 **dataclasses.asdict(one.place),
             },
-            **_balance(one.peak),
+            **balance_document(one.peak),
             "external_parts": one.external and dataclasses.asdict(one.external),
         },
         "own_peak": dict(one.own_peaks) | dict(one.details),
@@ -193,7 +193,7 @@ def _account(one: AccountSummary | None, top: int) -> dict[str, Any]:
         "device_name": one.device_name,
         "reserved_peak": one.reserved_peak,
         "headroom": one.headroom,
-        "end": _balance(one.end),
+        "end": balance_document(one.end),
         "above_steady": one.above_steady,
         "identities": {
             "hold": one.identities.hold,
@@ -204,11 +204,12 @@ def _account(one: AccountSummary | None, top: int) -> dict[str, Any]:
             **{name: _samples(found, one.peak) for name, found in one.beside.items()},
             "device_total": one.device_total,
         },
-        "top": [_group(group) for group in one.top[:top]],
+        "top": [group_document(group) for group in one.top[:top]],
     }
 
 
-def _balance(balance: Balance) -> dict[str, Any]:
+def balance_document(balance: Balance) -> dict[str, Any]:
+    """Every term of both equations."""
     return {
         "allocated": balance.allocated,
         "live": balance.live,
@@ -224,7 +225,8 @@ def _samples(found: Samples, at: Balance) -> dict[str, int | None]:
     return {"at_peak": found.at(at.time_us), "peak": found.peak}
 
 
-def _group(group: Group) -> dict[str, Any]:
+def group_document(group: Group) -> dict[str, Any]:
+    """Storages that are alike."""
     return {
         "component": group.component,
         "phase": group.place.phase,
@@ -277,7 +279,7 @@ def _oom(oom: Oom, top: int) -> dict[str, Any]:
         "largest_free_block": oom.largest_free_block,
         "outside": oom.outside,
         "components": dict(oom.components),
-        "top": [_group(group) for group in oom.top[:top]],
+        "top": [group_document(group) for group in oom.top[:top]],
         "kind": str(oom.kind),
         "verdict": oom.verdict,
     }
