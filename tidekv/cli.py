@@ -56,6 +56,13 @@ exit status: 0 all answered, 1 out of memory or disk, 2 bad input or a request f
 130 interrupted.
 """
 
+_TABLES_EPILOG = """\
+examples:
+  tidekv tables --persistent
+  tidekv tables --persistent --workload traces/mixed-150.jsonl -o runs
+  memtrace stability runs/snapkv-native.memtrace
+"""
+
 _FIDELITY = """\
 Compare each way to read a prompt with one forward over it: hidden states (the
 last layer's output after the final norm) and next-token distributions (the
@@ -152,6 +159,7 @@ def _parser() -> argparse.ArgumentParser:
         memory.add_argument(flag, action="store_true", default=None, help=text)
 
     _add_workloads(commands)
+    _add_tables(commands)
 
     fetch = commands.add_parser(
         "fetch",
@@ -247,6 +255,32 @@ def _add_workloads(commands: "argparse._SubParsersAction[argparse.ArgumentParser
     make.add_argument("-o", "--output", type=Path, metavar="FILE", required=True)
 
 
+def _add_tables(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    tables = commands.add_parser(
+        "tables",
+        help="the paper's memory results beside ours",
+        description="Reproduce the paper's study of a persistent server, with no GPU.",
+        epilog=_TABLES_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    tables.set_defaults(command=_tables)
+    tables.add_argument(
+        "--persistent",
+        action="store_true",
+        required=True,
+        help="{native, async} x {SnapKV, TideKV}, 150 requests each in one process",
+    )
+    tables.add_argument(
+        "--workload", type=Path, metavar="FILE", help="other requests (default: 10 cycles of 15)"
+    )
+    tables.add_argument("--requests", type=int, default=150, metavar="N", help="the first N only")
+    tables.add_argument("--card", default="a100-40g", help="default: %(default)s")
+    tables.add_argument(
+        "-o", "--output", type=Path, metavar="FOLDER", help="keep the four runs there"
+    )
+    tables.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
 def _add_model(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--model",
@@ -330,6 +364,29 @@ def _serve(arguments: argparse.Namespace) -> None:
             done()
     if failed:
         raise TidekvError(f"{failed} of {len(requests)} requests failed.")
+
+
+def _tables(arguments: argparse.Namespace) -> None:
+    from tidekv import persistent, workloads
+    from tidekv.progress import progress_bar
+
+    if arguments.requests < 1:
+        raise TidekvError(f"--requests must be at least 1, not {arguments.requests}.")
+    file = arguments.workload
+    mix = persistent.describe(persistent.LENGTHS)
+    requests = arguments.requests
+    if file is not None:
+        requests = min(requests, len(workloads.load(file)))
+        mix = f"requests of {file}"
+    with progress_bar("Requests", total=4 * requests) as done:
+        rows = persistent.run(
+            file, card=arguments.card, requests=requests, output=arguments.output, done=done
+        )
+    if arguments.json:
+        found = [row.as_json() for row in rows]
+        print(json.dumps({"schema": JSON_SCHEMA, "mix": mix, "configurations": found}, indent=2))
+    else:
+        print(persistent.table(rows, f"{requests} requests: {mix}", arguments.card))
 
 
 def _workload(arguments: argparse.Namespace) -> None:
