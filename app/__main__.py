@@ -20,6 +20,8 @@ _THEME = [
         ("primaryColor", look.accent),
     )
 ]
+#: A button may change what a widget with a default shows, which isn't worth a stack of frames.
+_QUIET = "--global.disableWidgetStateDuplicationWarning=true"
 
 
 def main(words: list[str]) -> None:
@@ -29,7 +31,7 @@ def main(words: list[str]) -> None:
         prepare(words[end + 1 :])
     except TraceError as error:
         sys.exit(f"memtrace: {error}")
-    cli.main([*words[:end], *_THEME, *words[end:]], prog_name="memtrace view")
+    cli.main([*words[:end], *_THEME, _QUIET, *words[end:]], prog_name="memtrace view")
 
 
 if __name__ == "__main__":

@@ -53,11 +53,11 @@ def _scrubbed(found: Sequence[tuple[Subject, History]]) -> None:
     for _, one in reversed(found):  # the first run's counts
         for time_us in one.time_us["ooms"][-1:].tolist():
             jumps["Out of memory"] = 1 + one.course.span_of(time_us)
-    st.session_state.setdefault("instant", jumps.get("Out of memory", jumps["Peak of allocated"]))
     span = st.slider(
         "Instant, in parts of each run's time",
         1,
         _SPANS,
+        jumps.get("Out of memory", jumps["Peak of allocated"]),
         key="instant",
         bind="query-params",
         help=f"Of each 1/{_SPANS} of the time, where most was reserved and not allocated, the peak "
