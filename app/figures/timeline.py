@@ -23,8 +23,8 @@ _BETWEEN = 0.03  # of the width, between columns
 _STACK, _RULER, _TITLE, _AXIS, _LEGEND = 330, 24, 26, 46, 44
 #: Places on the axis that a panel tells apart: two pixels or so each.
 SPANS = 400
-#: A ruler with more steps in view is left out: they would be too narrow to be told apart.
-_MOST_STEPS = 130
+#: A ruler leaves out what is narrower than one part in so many of the view, until it is zoomed.
+_NARROWEST = 200
 _MOST_TICKS = 6
 
 
@@ -336,14 +336,14 @@ class _Ruler:
 
 
 def _visible(panel: Panel, scale: Scale) -> list[_Ruler]:
-    """The rulers that have a step in view, and not too many."""
+    """The rulers that have a step in view that can be told from its neighbours."""
     low, high = scale.view
     found = []
     for one in panel.rulers:
         start = np.clip(panel.axis.places(one.start_us), low, high)
         end = np.clip(panel.axis.places(one.end_us), low, high)
-        seen = np.flatnonzero(end > start)
-        if 0 < len(seen) <= _MOST_STEPS:
+        seen = np.flatnonzero(_NARROWEST * (end - start) >= high - low)
+        if len(seen):
             names = [one.keys[number][-1][1] for number in seen.tolist()]
             found.append(_Ruler(one.kind, names, start[seen], end[seen]))
     return found
