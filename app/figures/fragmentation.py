@@ -7,16 +7,15 @@ from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
-from app.figures.style import Look, Unit, dress, unit_of
+from app.figures.grid import axes_of, dress_grid, grid, mark
+from app.figures.style import Look, Unit, unit_of
 from memtrace.analysis.occupancy import Course, Occupancy, Stop
 from memtrace.analysis.places import Place
 from memtrace.analysis.segments import SMALL_SEGMENT, Layout, State
 from memtrace.components import COLOURS, TENSOR_COMPONENTS, base
 from memtrace.sizes import format_size
 
-_COLUMNS = 2
 #: Rows of the segment map at most, and how many places of a row are told apart.
 _ROWS, _CELLS = 24, 1024
 _ROW = 16  # pixels
@@ -26,8 +25,6 @@ _HOVERED = 500
 #: unused, the ratio.
 ADDRESSES = 96
 _HEIGHTS = (260, 220, 120)
-_BETWEEN, _APART = 56, 90  # pixels between them, and where an axis and a title come together
-_TOP, _BELOW = 90, 50  # pixels for the legend and a title, and for the last axis
 #: What is no component, by its pattern; all in the colour of the allocator.
 _PATTERNS = {"slack": "|", "pending": ".", "hard": "/", "releasable": "-", "private": "x"}
 #: Kinds of bytes in the order of the legend.
@@ -103,7 +100,7 @@ def segment_map(instants: Sequence[Instant], row: int, look: Look) -> go.Figure:
     a component is told by its pattern. Thin lines are where segments begin.
     """
     lines = max(ceil(one.stop.parts.reserved / row) for one in instants)
-    figure, columns, height = _grid([one.name for one in instants], [max(lines, 1) * _ROW])
+    figure, columns, height = grid([one.name for one in instants], [max(lines, 1) * _ROW])
     unit = unit_of([row])
     for number, one in enumerate(instants):
         place = {"row": number // columns + 1, "col": number % columns + 1}
@@ -112,7 +109,7 @@ def segment_map(instants: Sequence[Instant], row: int, look: Look) -> go.Figure:
     figure.update_xaxes(range=[0, row / unit.size], title_text=unit.name, showgrid=False)
     figure.update_yaxes(range=[max(lines, 1), 0], showticklabels=False, showgrid=False)
     figure.update_yaxes(zeroline=False)
-    _dress(figure, look, height)
+    dress_grid(figure, look, height)
     return figure
 
 
@@ -220,8 +217,8 @@ def _hovers(one: Instant, row: int, unit: Unit) -> go.Scatter:
         x=(middle % row) / unit.size,
         y=middle // row + 0.5,
         text=texts,
-        mode="markers",
-        marker={"opacity": 0, "size": 12},
+        mode="lines",  # one path, where each marker would be an element of its own
+        line={"width": 0},
         hovertemplate="%{text}<extra></extra>",
         showlegend=False,
         name="blocks",
@@ -246,7 +243,7 @@ def describe(one: Instant) -> str:
 def over_time(histories: Sequence[History], chosen: int, look: Look) -> go.Figure:
     """Of each run: addresses by time, coloured by how much of them is used; what is unused, and
     the largest free block; and the fragmentation ratio. A line marks the ``chosen`` span."""
-    figure, columns, height = _grid([one.name for one in histories], _HEIGHTS)
+    figure, columns, height = grid([one.name for one in histories], _HEIGHTS)
     unit = unit_of(_unused(stop) for one in histories for stop in one.course.stops)
     span = unit_of(int(one.occupancy.edges[-1]) for one in histories)
     parts = len(_HEIGHTS)
@@ -256,7 +253,7 @@ def over_time(histories: Sequence[History], chosen: int, look: Look) -> go.Figur
         for trace in _curves(one, unit, look):
             figure.add_trace(trace, row=row + 1, col=column)
         figure.add_trace(_ratio(one, look), row=row + 2, col=column)
-        time, _ = _axes(figure, row, column)
+        time, _ = axes_of(figure, row, column)
         for part in range(parts):
             last = part == parts - 1
             figure.update_xaxes(matches=time, showticklabels=last, row=row + part, col=column)
@@ -268,8 +265,9 @@ def over_time(histories: Sequence[History], chosen: int, look: Look) -> go.Figur
             for part, title in enumerate(titles):
                 figure.update_yaxes(title_text=title, row=row + part, col=column)
     _match_parts(figure, len(histories), columns)
-    _mark(figure, [one.course.stops[chosen].time_us for one in histories], columns, look)
-    _dress(figure, look, height)
+    times = [one.course.stops[chosen].time_us / 1e6 for one in histories]
+    mark(figure, times, columns, parts, look.ink)
+    dress_grid(figure, look, height)
     figure.update_xaxes(showgrid=False)
     figure.update_yaxes(rangemode="tozero", zeroline=False)
     figure.update_layout(
@@ -292,42 +290,14 @@ def over_time(histories: Sequence[History], chosen: int, look: Look) -> go.Figur
     return figure
 
 
-def _axes(figure: go.Figure, row: int, column: int) -> tuple[str, str]:
-    """What the axes of a panel are called: ``x2`` and ``y2`` or so."""
-    plot = figure.get_subplot(row, column)
-    return plot.xaxis.plotly_name.replace("axis", ""), plot.yaxis.plotly_name.replace("axis", "")
-
-
 def _match_parts(figure: go.Figure, panels: int, columns: int) -> None:
     """Unused bytes of all runs on one scale, and ratios on another one."""
     parts = len(_HEIGHTS)
     for part in range(1, parts):
-        _, first = _axes(figure, part + 1, 1)
+        _, first = axes_of(figure, part + 1, 1)
         for number in range(panels):
             row, column = number // columns * parts + part + 1, number % columns + 1
             figure.update_yaxes(matches=first, row=row, col=column)
-
-
-def _mark(figure: go.Figure, times_us: Sequence[int], columns: int, look: Look) -> None:
-    """A line through all parts of each run at its time."""
-    shapes = []
-    for number, time_us in enumerate(times_us):
-        row, column = number // columns * len(_HEIGHTS) + 1, number % columns + 1
-        for part in range(len(_HEIGHTS)):
-            x, y = _axes(figure, row + part, column)
-            shapes.append(
-                {
-                    "type": "line",
-                    "xref": x,
-                    "yref": f"{y} domain",
-                    "x0": time_us / 1e6,
-                    "x1": time_us / 1e6,
-                    "y0": 0,
-                    "y1": 1,
-                    "line": {"color": look.ink, "width": 1.5, "dash": "dot"},
-                }
-            )
-    figure.update_layout(shapes=shapes)
 
 
 def _map(one: History, unit: Unit) -> go.Heatmap:
@@ -414,54 +384,4 @@ def _steps(name: str, time: np.ndarray, size: np.ndarray, unit: Unit, **options:
         line_shape="hv",
         hovertemplate=f"%{{y:,.2f}} {unit.name}",
         **options,
-    )
-
-
-# -- both ------------------------------------------------------------------------------------------
-
-
-def _grid(names: Sequence[str], heights: Sequence[int]) -> tuple[go.Figure, int, int]:
-    """Room for the parts of each run one below the other, two runs side by side.
-
-    Returns:
-        The figure, its columns, and the height of all that it draws in pixels.
-    """
-    columns = min(len(names), _COLUMNS)
-    blocks = ceil(len(names) / columns)
-    rows = [*heights] * blocks
-    titles = []
-    for block in range(blocks):
-        own = [*names[block * columns : (block + 1) * columns], *[""] * columns][:columns]
-        titles += [*own, *[""] * columns * (len(heights) - 1)]
-    between = _BETWEEN if blocks == 1 else _APART
-    height = sum(rows) + between * (len(rows) - 1)
-    figure = make_subplots(
-        rows=len(rows),
-        cols=columns,
-        row_heights=rows,
-        subplot_titles=titles,
-        horizontal_spacing=0.06,
-        vertical_spacing=between / height if len(rows) > 1 else 0,
-    )
-    return figure, columns, height
-
-
-def _dress(figure: go.Figure, look: Look, height: int) -> None:
-    """One legend entry a name, in the order of the ranks; it switches that name in every panel."""
-    named = set()
-    for trace in figure.data:
-        if trace.showlegend is None:
-            trace.showlegend = trace.name not in named
-            named.add(trace.name)
-    dress(figure, look, height + _TOP + _BELOW, top=_TOP)
-    figure.update_layout(
-        margin_b=_BELOW,
-        legend={
-            "orientation": "h",
-            "yref": "container",
-            "y": 1,
-            "yanchor": "top",
-            "x": 0,
-            "traceorder": "normal",
-        },
     )
