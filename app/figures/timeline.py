@@ -13,7 +13,8 @@ from app.figures.style import Look, Unit, dress, unit_of
 from memtrace.analysis.alignment import Axis
 from memtrace.analysis.peaks import Balance
 from memtrace.analysis.steps import Steps
-from memtrace.analysis.timeline import Timeline
+from memtrace.analysis.summary import AccountSummary
+from memtrace.analysis.timeline import Timeline, timeline
 from memtrace.components import COLOURS, TENSOR_COMPONENTS
 from memtrace.sizes import format_size
 
@@ -54,6 +55,15 @@ class Panel:
     source: str | None
     axis: Axis
     rulers: Sequence[Steps] = ()  # above the stack, from the coarsest
+
+    @classmethod
+    def of(
+        cls, name: str, one: AccountSummary, axis: Axis, scale: Scale, rulers: Sequence[Steps]
+    ) -> "Panel":
+        """As much of an account as can be told apart in view."""
+        edges = axis.times(scale.edges)
+        drawn = timeline(one.account, one.memory, span_us=(edges[0], edges[-1]), bins=edges)
+        return cls(name, drawn, one.peak, one.memory.source, axis, rulers)
 
 
 @dataclass(frozen=True)

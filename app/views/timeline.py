@@ -20,7 +20,6 @@ from memtrace.analysis.alive import change, largest
 from memtrace.analysis.peaks import top_allocations
 from memtrace.analysis.places import place
 from memtrace.analysis.steps import KINDS, Steps, steps
-from memtrace.analysis.timeline import timeline
 from memtrace.sizes import format_size
 
 TITLE, PATH = "Timeline", "timeline"
@@ -40,7 +39,7 @@ def draw(subjects: Sequence[Subject]) -> None:
         whole = _whole(axes)
         view = _view(whole)
     scale = Scale(title, view, names)
-    panels = [_panel(subject, axis, scale) for subject, axis in zip(subjects, axes, strict=True)]
+    panels = [panel(subject, axis, scale) for subject, axis in zip(subjects, axes, strict=True)]
     chart_at = st.container()
     instants = _instants(whole)
     words = " ".join(describe(panel) for panel in panels)
@@ -156,12 +155,10 @@ def _number(label: str, key: str, whole: tuple[float, float], **options: Any) ->
     )
 
 
-def _panel(subject: Subject, axis: Axis, scale: Scale) -> Panel:
-    one = subject.account
-    edges = axis.times(scale.edges)
-    drawn = timeline(one.account, one.memory, span_us=(edges[0], edges[-1]), bins=edges)
+def panel(subject: Subject, axis: Axis, scale: Scale) -> Panel:
+    """What the timelines show of one subject."""
     rulers = [_steps(subject, kind) for kind in KINDS]
-    return Panel(subject.name, drawn, one.peak, one.memory.source, axis, rulers)
+    return Panel.of(subject.name, subject.account, axis, scale, rulers)
 
 
 def _instants(whole: tuple[float, float]) -> list[Instant]:
