@@ -19,8 +19,8 @@ from memtrace.sizes import format_size
 #: Rows of the segment map at most, and how many places of a row are told apart.
 _ROWS, _CELLS = 24, 1024
 _ROW = 16  # pixels
-#: Of the largest blocks so many say what they are under the pointer.
-_HOVERED = 500
+#: Of the largest blocks so many say what they are under the pointer, at so many points of a row.
+_HOVERED, _POINTS = 500, 48
 #: Rows of the map over time, and how many pixels each of its parts takes: the map, what is
 #: unused, the ratio.
 ADDRESSES = 96
@@ -198,25 +198,27 @@ def _borders(layout: Layout, row: int, unit: Unit, look: Look) -> go.Scatter:
 
 
 def _hovers(one: Instant, row: int, unit: Unit) -> go.Scatter:
-    """What the largest blocks are, in the middle of each."""
+    """What the largest blocks are: a point in the middle of each, or several along a long one."""
     segments, blocks = one.layout.segments, one.layout.blocks
     inside = np.flatnonzero(blocks.segment >= 0)
     chosen = inside[np.argsort(-blocks.bytes[inside], kind="stable")[:_HOVERED]]
-    segment = blocks.segment[chosen]
+    segment, size = blocks.segment[chosen], blocks.bytes[chosen]
     offset = np.cumsum(segments.bytes) - segments.bytes
-    middle = offset[segment] + blocks.address[chosen] - segments.address[segment]
-    middle = middle + blocks.bytes[chosen] // 2
+    start = offset[segment] + blocks.address[chosen] - segments.address[segment]
+    points = np.maximum(size * _POINTS // row, 1)
+    block = np.repeat(np.arange(len(chosen)), points)
+    step = np.arange(len(block)) - np.repeat(np.cumsum(points) - points, points)
+    place = start[block] + ((step + 0.5) * size[block] / points[block]).astype(np.int64)
     texts = []
     for number in chosen.tolist():
-        size = format_size(int(blocks.bytes[number]))
         state = State(int(blocks.state[number])).name.lower()
-        what = blocks.component[number] or ""
+        what = f"{format_size(int(blocks.bytes[number]))} {state} {blocks.component[number] or ''}"
         where = one.places.get(int(blocks.scope[number]), "")
-        texts.append("<br>".join(filter(None, (f"{size} {state} {what}", where))))
+        texts.append("<br>".join(filter(None, (what, where))))
     return go.Scatter(
-        x=(middle % row) / unit.size,
-        y=middle // row + 0.5,
-        text=texts,
+        x=((place % row) / unit.size).astype(np.float32),
+        y=(place // row + 0.5).astype(np.float32),
+        text=[texts[number] for number in block.tolist()],
         mode="lines",  # one path, where each marker would be an element of its own
         line={"width": 0},
         hovertemplate="%{text}<extra></extra>",

@@ -36,8 +36,8 @@ def draw(subjects: Sequence[Subject]) -> None:
     without = [subject.name for subject, parts in looked if not parts]
     if without:
         st.info(
-            f"No segments were recorded of {escaped(', '.join(without))}: only the caching allocator "
-            "of a GPU has them. The page What if shows what it would make of such a run."
+            f"No segments were recorded of {escaped(', '.join(without))}: only the caching "
+            "allocator of a GPU has them. The page What if shows what it would make of such a run."
         )
     if found:
         _scrubbed(found)
@@ -106,7 +106,7 @@ def _highest(courses: Sequence[Course], part: str) -> int:
     )
 
 
-@st.cache_resource(max_entries=MOST, hash_funcs=BY_SUBJECT, show_spinner=False)
+@st.cache_resource(max_entries=MOST, hash_funcs=BY_SUBJECT, show_spinner="Following segments")
 def _looked_at(
     subject: Subject,
 ) -> tuple[Course, Occupancy, Mapping[str, np.ndarray]] | None:
