@@ -14,7 +14,7 @@
 
 A page is a module in ``views/`` with ``TITLE``, ``PATH`` (its part of the address) and
 ``draw(subjects)``, listed in ``views/__init__.py``. ``draw`` gets one subject or more, each of
-which saw a tensor; it shows charts by ``parts.chart`` and tables by ``parts.table``, and keeps what
+which saw a tensor, or requests alone if the page is one of ``WITHOUT_EVENTS``; it shows charts by ``parts.chart`` and tables by ``parts.table``, and keeps what
 a link should carry in widgets with ``bind="query-params"``. What takes long is made once:
 
     @st.cache_resource(max_entries=MOST, hash_funcs=BY_SUBJECT, show_spinner=False)

@@ -13,10 +13,8 @@ from memtrace.render import facts
 from memtrace.sizes import format_size
 
 _FRAMES = 3  # of a stack, in a table
-_LABELS = {
-    "live": "M_live (1)",
-    "process": "process (2)",
-}
+#: What both equations call their sums.
+SUMS = {"live": "M_live (1)", "process": "process (2)"}
 
 
 def equations(comparison: Comparison, own: bool) -> pd.DataFrame:
@@ -36,7 +34,7 @@ def equations(comparison: Comparison, own: bool) -> pd.DataFrame:
         columns[f"{other.name} - {first.name}"] = [
             _size(difference(mine[name], base[name]), signed=True) for name in TERMS
         ]
-    return pd.DataFrame(columns, index=[_LABELS.get(name, name) for name in TERMS])
+    return pd.DataFrame(columns, index=[SUMS.get(name, name) for name in TERMS])
 
 
 def _size(value: int | None, *, signed: bool = False) -> str:

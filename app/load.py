@@ -7,7 +7,7 @@ from typing import Any
 
 import streamlit as st
 
-from memtrace.analysis.summary import AccountSummary, Summary, summarise
+from memtrace.analysis.summary import AccountSummary, ProcessSummary, Summary, summarise
 from memtrace.errors import MemtraceError, TraceError
 from memtrace.trace.reader import open_trace
 
@@ -25,8 +25,21 @@ class Subject:
     key: Hashable  # the same as long as the run's files are
 
 
-#: For ``st.cache_resource(hash_funcs=…)`` of a function of a subject.
-BY_SUBJECT: dict[str | type, Callable[[Any], Any]] = {Subject: lambda subject: subject.key}
+@dataclass(frozen=True)
+class Unbooked:
+    """One process of a run that booked no allocation, but answered requests."""
+
+    name: str  # as a subject's
+    summary: Summary
+    process: str  # its folder in the run
+    key: Hashable  # as a subject's
+
+
+#: For ``st.cache_resource(hash_funcs=…)`` of a function of one of these.
+BY_SUBJECT: dict[str | type, Callable[[Any], Any]] = {
+    Subject: lambda subject: subject.key,
+    Unbooked: lambda subject: subject.key,
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,10 @@ class Run:
         summary = replace(self.summary, name=name, accounts=(account, *others))
         key = (self.folder, self.version, account.folder, account.device)
         return Subject(name, summary, account, key)
+
+    def unbooked(self, name: str, process: ProcessSummary) -> Unbooked:
+        """One of the processes of a run without accounts, by a name of the caller's choice."""
+        return Unbooked(name, self.summary, process.folder, (self.folder, self.version, process))
 
 
 def version(folder: str) -> Hashable:
@@ -75,10 +92,10 @@ def load(folder: str) -> Run:
     """The run in ``folder``; of each only the last version is kept.
 
     Raises:
-        MemtraceError: it is missing or damaged, or saw no tensor.
+        MemtraceError: it is missing or damaged, or saw neither a tensor nor a request.
     """
     now = version(folder)  # before reading: what is written meanwhile makes another version
     summary = summarise(open_trace(folder))
-    if summary.primary is None:
+    if summary.primary is None and not summary.requests:
         raise MemtraceError(f"{summary.name} saw no tensor, so there is nothing to draw")
     return Run(folder, now, summary)

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from functools import partial
 from types import ModuleType
 
@@ -9,6 +10,8 @@ import streamlit as st
 
 from app import live, views
 from app.choice import chosen
+from app.load import Subject, Unbooked
+from app.parts import escaped
 from app.replays import replays
 
 st.set_page_config(page_title="memtrace", layout="wide")
@@ -16,8 +19,22 @@ st.set_page_config(page_title="memtrace", layout="wide")
 
 def show(view: ModuleType) -> None:
     """Draw one page, where there is something to show."""
-    if subjects:
-        view.draw(subjects)
+    shown: Sequence[Subject | Unbooked] = subjects
+    if view not in views.WITHOUT_EVENTS:
+        shown = [one for one in subjects if isinstance(one, Subject)]
+        left_out(one.name for one in subjects if isinstance(one, Unbooked))
+    if shown:
+        view.draw(shown)
+
+
+def left_out(names: Iterable[str]) -> None:
+    """Say of which runs a page can show nothing, and which page does."""
+    listed = " and ".join(names)
+    if listed:
+        st.info(
+            f"No allocation was booked of {escaped(listed)}, only what memory was like after each "
+            "request: the page Requests shows it."
+        )
 
 
 pages = [st.Page(partial(show, view), title=view.TITLE, url_path=view.PATH) for view in views.ALL]

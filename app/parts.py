@@ -1,6 +1,6 @@
 """What pages are made of: the one way to show a chart, a table and a text of a trace."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ def look() -> Look:
 class Gestures:
     """What is called with what the reader does in a chart; places are those of its x axis."""
 
-    click: Callable[[float], None]  # at a drawn point
+    click: Callable[[Any], None]  # at a drawn point: what it stands for, or else its place
     span: Callable[[float, float], None]  # a box was drawn, from the lower place to the higher
     whole: Callable[[], None]  # a double click
 
@@ -103,7 +103,8 @@ _gestures = st.components.v2.component(
                 plot.listens = setTriggerValue;
                 plot.on("plotly_click", ({ points }) => {
                     clearTimeout(clicked);
-                    clicked = setTimeout(() => setTriggerValue("click", points[0].x), DOUBLE);
+                    const [{ x, customdata }] = points;
+                    clicked = setTimeout(() => setTriggerValue("click", customdata ?? x), DOUBLE);
                 });
                 plot.on("plotly_selected", (selected) => {
                     const axis = Object.keys(selected?.range ?? {}).find((name) => name[0] === "x");
@@ -193,6 +194,16 @@ _pictures = st.components.v2.component(
         }
     """,
 )
+
+
+def link(label: str, path: str, query: Mapping[str, str | list[str]]) -> None:
+    """A link to the page with this ``PATH``, at an address with ``query``."""
+    page = st.Page(_nothing, url_path=path)  # pages of one path are one page
+    st.page_link(page, label=label, query_params=query)
+
+
+def _nothing() -> None:
+    """Never called: the page is there already."""
 
 
 def escaped(text: str) -> str:

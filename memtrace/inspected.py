@@ -35,7 +35,7 @@ def inspected_request(trace: Trace, one: Answered, top: int) -> Group:
         Text(trace.name, style="bold"),
         Text(title),
         Text(),
-        _facts(one),
+        _listed(one),
     ]
     columns = {"at its peak": one.peak, "after it": one.after}
     known = {name: found.balance for name, found in columns.items() if found is not None}
@@ -47,15 +47,16 @@ def inspected_request(trace: Trace, one: Answered, top: int) -> Group:
     return Group(*parts)
 
 
-def _facts(one: Answered) -> Table:
+def _listed(one: Answered) -> Table:
     table = grid("", "", text=(0, 1))
     table.show_header = False
-    for name, value in _rows(one):
+    for name, value in facts(one):
         table.add_row(name, value)
     return table
 
 
-def _rows(one: Answered) -> Iterator[tuple[str, str]]:
+def facts(one: Answered) -> Iterator[tuple[str, str]]:
+    """What is known of the request and of its device right after it, name by name."""
     row = one.boundary
     yield "prompt", _count(row.prompt_tokens, " tokens")
     speed = "" if row.tokens_per_s is None else f", then {row.tokens_per_s:.1f} a second"

@@ -4,6 +4,9 @@ import re
 
 from memtrace.errors import MemtraceError
 
+#: Growth over the requests of a persistent process that still counts as none, unless said else.
+STEADY = "1 MiB/100 requests"
+
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DECIMAL = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _RATE = re.compile(r"(.+?)\s*(?:/|\bper\b)\s*([0-9]+)?\s*requests?\s*")

@@ -26,7 +26,7 @@ def steadiness(trace: Trace, found: Sequence[Persistence], top: int) -> Group:
             Text(),
             _measures(one),
             Text(),
-            *_counters(one),
+            *map(Text, counters(one)),
             Text(),
             Text(verdict(one), style="bold"),
         ]
@@ -98,11 +98,11 @@ def _measures(one: Persistence) -> Table:
     known = {measure.name: measure for measure in one.measures}
     for name in MEASURES:
         measure = known.get(name)
-        table.add_row(name, *([UNKNOWN] if measure is None else _measure(measure)))
+        table.add_row(name, *([UNKNOWN] if measure is None else measured(measure)))
     return table
 
 
-def _measure(one: Measure) -> Iterator[str]:
+def measured(one: Measure) -> Iterator[str]:
     """The slope, its interval, the change and the verdict."""
     for value in (one.slope.value, one.slope.low, one.slope.high):
         yield format_size(round(value)) if isfinite(value) else UNKNOWN
@@ -110,18 +110,18 @@ def _measure(one: Measure) -> Iterator[str]:
     yield str(one.verdict)
 
 
-def _counters(one: Persistence) -> Iterator[Text]:
+def counters(one: Persistence) -> Iterator[str]:
     """What the allocator counts itself, where there is one that caches."""
     last = one.counted[-1] if one.counted else None
     if last is None or (last.inactive_split is None and last.retries is None):
         return
     peak = size(last.inactive_split_peak)
-    yield Text(
+    yield (
         f"inactive split: {size(one.highest('inactive_split'))} at most after a request, {peak} at "
         f"most at any time; largest free block then {size(last.largest_free)}"
     )
     retries, ooms = one.gained("retries"), one.gained("ooms")
-    yield Text(
+    yield (
         f"retries: {_count(retries)} since the warm-up, {_count(last.retries)} in all; out of "
         f"memory: {_count(ooms)}; segments: {_count(last.segments)}"
     )

@@ -1,5 +1,7 @@
 """The pages, in the order of the navigation; the first is what opens. ``app`` says what one is."""
 
-from app.views import allocations, fragmentation, overview, timeline, what_if
+from app.views import allocations, fragmentation, overview, requests, timeline, what_if
 
-ALL = (overview, timeline, fragmentation, allocations, what_if)
+ALL = (overview, timeline, fragmentation, requests, allocations, what_if)
+#: Those that show a run of which no allocation was booked, too.
+WITHOUT_EVENTS = (requests,)

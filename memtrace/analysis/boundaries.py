@@ -110,7 +110,18 @@ def _served(trace: Trace, process: ProcessTrace) -> Served | None:
     known = accounts(process)
     device = known[0].device if known else _fullest(process)
     account = known[0] if known else None
-    memory = process_memory(trace, process, device)
+    return served_on(process, device, process_memory(trace, process, device), account)
+
+
+def served_on(
+    process: ProcessTrace, device: str, memory: ProcessMemory, account: Account | None
+) -> Served:
+    """The requests of a process, and one of its devices after each.
+
+    Args:
+        memory: of the process on that device.
+        account: of the device; None: nothing was booked on it.
+    """
     rows = sorted(_rows(process, device, account, memory), key=lambda one: one.end_us)
     return Served(process, device, memory, account, tuple(rows))
 

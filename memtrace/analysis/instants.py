@@ -92,6 +92,11 @@ def answered(trace: Trace, request: str) -> Answered:
             f"--request {request}: no request has that name, and they are numbered from 0 to "
             f"{len(rows) - 1:,}"
         )
+    return look_at(one, boundary)
+
+
+def look_at(one: Served, boundary: Boundary) -> Answered:
+    """One of the requests that a process answered."""
     peak = after = None
     if one.account is not None and boundary.event is not None:
         start = int(one.account.event_at(np.array([boundary.start_us]))[0])

@@ -17,6 +17,7 @@ import argparse
 import json
 
 from memtrace.errors import MemtraceError
+from memtrace.sizes import STEADY
 
 NAME = "stability"
 HELP = "whether memory stays where it is over a process's requests"
@@ -37,9 +38,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--slope",
-        default="1 MiB/100 requests",
+        default=STEADY,
         metavar="RATE",
-        help="growth that still counts as none (default: 1 MiB/100 requests)",
+        help=f"growth that still counts as none (default: {STEADY})",
     )
     parser.add_argument(
         "--rss",
