@@ -4,7 +4,6 @@
     main.py       what Streamlit runs: the choice of runs, the navigation, the page
     choice.py     which runs, devices and processes are shown (*subjects*), kept in the address
     load.py       runs, read once and shared by all sessions
-    lives.py      from when to when allocations lived, found once for all pages
     live.py       follows runs that are being recorded
     replays.py    runs that readers made by replaying, shown like any other
     views/        one module a page
@@ -14,8 +13,9 @@
 
 A page is a module in ``views/`` with ``TITLE``, ``PATH`` (its part of the address) and
 ``draw(subjects)``, listed in ``views/__init__.py``. ``draw`` gets one subject or more, each of
-which saw a tensor, or requests alone if the page is one of ``WITHOUT_EVENTS``; it shows charts by ``parts.chart`` and tables by ``parts.table``, and keeps what
-a link should carry in widgets with ``bind="query-params"``. What takes long is made once:
+which saw a tensor, or in pages of ``views.WITHOUT_EVENTS`` at least answered requests; it shows
+charts by ``parts.chart`` and tables by ``parts.table``, and keeps what a link should carry in
+widgets with ``bind="query-params"``. What takes long is made once:
 
     @st.cache_resource(max_entries=MOST, hash_funcs=BY_SUBJECT, show_spinner=False)
     def found(subject: Subject) -> …

@@ -8,7 +8,6 @@ import streamlit as st
 
 from app import frames_allocations as frames
 from app.figures.hot_spots import describe, hot_spots
-from app.lives import lives_of
 from app.load import BY_SUBJECT, MOST, Subject
 from app.parts import chart, escaped, look, table
 from memtrace.analysis.catalogue import Catalogue, Order, Query
@@ -46,7 +45,7 @@ def draw(subjects: Sequence[Subject]) -> None:
 
 @st.cache_resource(max_entries=MOST, hash_funcs=BY_SUBJECT, show_spinner=False)
 def _catalogue(subject: Subject) -> Catalogue:
-    return Catalogue(lives_of(subject))
+    return Catalogue(subject.account.account)
 
 
 def _asked() -> Query | None:
@@ -110,7 +109,7 @@ def _table(catalogue: Catalogue, rows: np.ndarray) -> None:
         type="tertiary",
         help=f"what is found, the first {_SAVED:,} in this order, sizes in bytes",
     )
-    st.caption(f"{len(rows):,} of {len(catalogue.lives.born):,} allocations.")
+    st.caption(f"{len(rows):,} of {len(catalogue.account.lives.born):,} allocations.")
     table(frames.listed(catalogue.read(shown)).set_index("component"))
 
 

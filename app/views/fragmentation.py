@@ -15,7 +15,6 @@ from app.figures.fragmentation import (
     row_bytes,
     segment_map,
 )
-from app.lives import lives_of
 from app.load import BY_SUBJECT, MOST, Subject
 from app.parts import chart, escaped, look, table
 from memtrace.analysis.occupancy import Course, Occupancy, course, occupancy
@@ -112,18 +111,17 @@ def _looked_at(
 ) -> tuple[Course, Occupancy, Mapping[str, np.ndarray]] | None:
     """What a :class:`History` is made of; None: there are no segments."""
     account = subject.account.account
-    lives = lives_of(subject)
-    found = course(account, lives, _SPANS)
+    found = course(account, _SPANS)
     if found is None:
         return None
     marked = {"retries": account.time_us[found.retries], "ooms": account.time_us[found.ooms]}
-    return found, occupancy(account, lives, ADDRESSES, found.edges_us), marked
+    return found, occupancy(account, ADDRESSES, found.edges_us), marked
 
 
 def _instant(subject: Subject, one: Course, span: int) -> Instant:
     account, stop = subject.account.account, one.stops[span]
     process = account.process
-    layout = layout_at(account, stop.event, lives_of(subject)) or Layout.none()
+    layout = layout_at(account, stop.event) or Layout.none()
     scope = process.contexts["scope"][process.events["context"][stop.event]]
     places = {
         int(number): str(place(process, number))

@@ -220,7 +220,7 @@ def _alive(subjects: Sequence[Subject], axes: Sequence[Axis], places: dict[str, 
         else:
             st.markdown(f"**{escaped(subject.name)}**, {_moment(subject, event)}")
             table(frames.storages(largest(account, event, _ROWS)).set_index("component"))
-            _more(len(account.lives.after(event)), "storages are alive")
+            _more(len(account.lives.allocated(event)), "storages are alive")
 
 
 def _event(subject: Subject, axis: Axis, at: float | None) -> int:

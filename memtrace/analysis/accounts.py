@@ -11,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
+from memtrace.analysis.lifetimes import Lifetimes, lifetimes
 from memtrace.components import LIVE_COMPONENTS, TENSOR_COMPONENTS, base
 from memtrace.trace.reader import ProcessTrace
 from memtrace.trace.schema import FREES, TENSOR_ACTIONS, Action
@@ -50,22 +51,6 @@ class Series:
         """The first event at the peak; None when it is never above 0."""
         step = int(self.levels.argmax())
         return int(self.at[step - 1]) if step else None
-
-
-@dataclass(frozen=True)
-class Lives:
-    """How long what each event said holds: both int32, one an event.
-
-    ``until``: of an ``alloc`` or ``retag``, the next event of its storage, or the number of events;
-    of any other event 0. ``born``: the event that allocated its storage.
-    """
-
-    until: np.ndarray
-    born: np.ndarray
-
-    def after(self, event: int) -> np.ndarray:
-        """What holds after ``event``: of each live storage the last alloc or retag, ascending."""
-        return np.flatnonzero(self.until[: event + 1] > event)
 
 
 @dataclass(frozen=True)
@@ -156,28 +141,16 @@ class Account:
 
     @cached_property
     def by_storage(self) -> np.ndarray:
-        """Tensor events (int64), grouped by storage and in order within each group."""
+        """Tensor events (int32), grouped by storage and in order within each group."""
         events = self.process.events
         moves = np.any([self._where(action) for action in TENSOR_ACTIONS], axis=0)
-        tensor = np.flatnonzero(moves[events["context"]])
+        tensor = np.flatnonzero(moves[events["context"]]).astype(np.int32)
         return np.asarray(tensor[np.argsort(events["id"][tensor], kind="stable")])
 
     @cached_property
-    def lives(self) -> Lives:
-        """From when to when bytes belong to a component; eight bytes an event."""
-        events, contexts = self.process.events, self.process.contexts
-        order = self.by_storage.astype(np.int32)
-        storage, action = events["id"][order], contexts["action"][events["context"][order]]
-        last = np.append(storage[1:] != storage[:-1], True)[: len(order)]
-        number = len(events["id"])
-        until = np.zeros(number, dtype=np.int32)
-        until[order] = np.where(last, number, np.roll(order, -1))
-        until[order[np.isin(action, FREES)]] = 0
-        # Where a storage was allocated: at the last allocation before, in the order by storage.
-        births = np.where(action == Action.ALLOC, np.arange(len(order), dtype=np.int32), 0)
-        born = np.zeros(number, dtype=np.int32)
-        born[order] = order[np.maximum.accumulate(births)]
-        return Lives(until, born)
+    def lives(self) -> Lifetimes:
+        """From when to when each allocation lived."""
+        return lifetimes(self.process, self.here, self.by_storage)
 
     def event_at(self, time_us: np.ndarray) -> np.ndarray:
         """The last event at or before each time; -1 before the first."""

@@ -25,17 +25,20 @@ def largest(account: Account, event: int, count: int) -> list[Storage]:
     """The ``count`` largest storages that are live after ``event``, of equal ones the oldest."""
     process = account.process
     events, contexts = process.events, process.contexts
-    live = account.lives.after(event)
-    top = live[np.lexsort((live, -events["bytes"][live]))[:count]]
-    births = account.lives.born[top]
+    lives = account.lives
+    live = lives.allocated(event)
+    sizes = events["bytes"][lives.born[live]]
+    top = live[np.argsort(-sizes, kind="stable")[:count]]
     found = []
-    for row, born in zip(top.tolist(), births.tolist(), strict=True):
+    for born, label in zip(
+        lives.born[top].tolist(), lives.labels_at(event)[top].tolist(), strict=True
+    ):
         context = events["context"][born]
         stack = int(contexts["stack"][context])
         found.append(
             Storage(
-                component=contexts["component"][events["context"][row]],
-                bytes=int(events["bytes"][row]),
+                component=contexts["component"][events["context"][label]],
+                bytes=int(events["bytes"][born]),
                 age_us=int(account.time_us[event] - account.time_us[born]),
                 place=place(process, int(contexts["scope"][context])),
                 stack=tuple(process.stacks["frames"][stack] or ()) if stack >= 0 else (),

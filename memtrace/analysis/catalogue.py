@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from memtrace.analysis.accounts import Account
 from memtrace.analysis.lifetimes import Lifetimes
 from memtrace.analysis.peaks import Group
 from memtrace.analysis.places import Place, place
@@ -78,19 +79,19 @@ class HotSpot:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """The allocations are rows of ``lives.born``; columns of them are made when asked for."""
+    """Allocations are rows of ``account.lives.born``; columns of them are made when asked for."""
 
-    lives: Lifetimes
+    account: Account
 
     def find(self, query: Query) -> np.ndarray:
         """The rows that match, ascending (int64)."""
-        rows = np.arange(len(self.lives.born))
+        rows = np.arange(len(self._lives.born))
         if query.words.strip():
-            rows = rows[self._said(query.words)[self._context_of(self.lives.born[rows])]]
+            rows = rows[self._said(query.words)[self._context_of(self._lives.born[rows])]]
         if query.components:
             names = self._contexts["component"]
             chosen = np.array([bool(one) and among(one, query.components) for one in names], bool)
-            rows = rows[chosen[self._context_of(self.lives.labels[rows])]]
+            rows = rows[chosen[self._context_of(self._labels[rows])]]
         if query.kept:
             rows = rows[~self._freed(rows)]
         if query.bytes != (None, None):
@@ -118,15 +119,15 @@ class Catalogue:
 
     def read(self, rows: np.ndarray) -> list[Allocation]:
         """The rows themselves."""
-        lives, events = self.lives, self.lives.account.process.events
+        lives, events = self._lives, self.account.process.events
         born = lives.born[rows]
         contexts = self._context_of(born)
         columns = (
             born,
-            self._context_of(lives.labels[rows]),
+            self._context_of(self._labels[rows]),
             events["bytes"][born],
             events["requested"][born],
-            lives.account.time_us[born],
+            self.account.time_us[born],
             self._lifetime_us(rows),
             self._freed(rows),
             self._contexts["scope"][contexts],
@@ -155,8 +156,8 @@ class Catalogue:
         groups, of_context = self._groups
         component = self._components
         many = len(component[0])
-        contexts = self._context_of(self.lives.born[rows])
-        code = of_context[contexts] * many + component[1][self._context_of(self.lives.labels[rows])]
+        contexts = self._context_of(self._lives.born[rows])
+        code = of_context[contexts] * many + component[1][self._context_of(self._labels[rows])]
         weight = np.bincount(code, self._byte_seconds(rows))
         chosen = np.argsort(-weight, kind="stable")[:count]
         chosen = chosen[np.bincount(code, minlength=len(weight))[chosen] > 0]
@@ -169,7 +170,7 @@ class Catalogue:
         ]
 
     def _group(self, key: tuple[Place, int], component: str, rows: np.ndarray) -> Group:
-        scopes = self._contexts["scope"][np.unique(self._context_of(self.lives.born[rows]))]
+        scopes = self._contexts["scope"][np.unique(self._context_of(self._lives.born[rows]))]
         layers = {self._places[scope].layer for scope in scopes.tolist()}
         return Group(
             component=component,
@@ -182,23 +183,32 @@ class Catalogue:
 
     # -- columns -----------------------------------------------------------------------------------
 
+    @property
+    def _lives(self) -> Lifetimes:
+        return self.account.lives
+
+    @cached_property
+    def _labels(self) -> np.ndarray:
+        """Of each allocation the event that says which component it has in the end."""
+        return self._lives.labels_at(len(self.account.process.events["id"]))
+
     def _context_of(self, events: np.ndarray) -> np.ndarray:
-        return np.asarray(self.lives.account.process.events["context"][events])
+        return np.asarray(self.account.process.events["context"][events])
 
     @property
     def _contexts(self) -> Columns:
-        return self.lives.account.process.contexts
+        return self.account.process.contexts
 
     def _bytes(self, rows: np.ndarray) -> np.ndarray:
-        return np.asarray(self.lives.account.process.events["bytes"][self.lives.born[rows]])
+        return np.asarray(self.account.process.events["bytes"][self._lives.born[rows]])
 
     def _freed(self, rows: np.ndarray) -> np.ndarray:
-        return np.asarray(self.lives.freed[rows] < len(self.lives.account.time_us))
+        return np.asarray(self._lives.freed[rows] < len(self.account.time_us))
 
     def _lifetime_us(self, rows: np.ndarray) -> np.ndarray:
-        time_us = self.lives.account.time_us
-        ends = np.minimum(self.lives.freed[rows], len(time_us) - 1)
-        return np.asarray(time_us[ends] - time_us[self.lives.born[rows]])
+        time_us = self.account.time_us
+        ends = np.minimum(self._lives.freed[rows], len(time_us) - 1)
+        return np.asarray(time_us[ends] - time_us[self._lives.born[rows]])
 
     def _byte_seconds(self, rows: np.ndarray) -> np.ndarray:
         return np.asarray(self._bytes(rows) * (self._lifetime_us(rows) / 1e6))
@@ -208,11 +218,11 @@ class Catalogue:
     @cached_property
     def _places(self) -> list[Place]:
         """By scope."""
-        process = self.lives.account.process
+        process = self.account.process
         return [place(process, scope) for scope in range(len(process.scopes["parent"]))]
 
     def _frames(self, stack: int) -> tuple[str, ...]:
-        stacks = self.lives.account.process.stacks["frames"]
+        stacks = self.account.process.stacks["frames"]
         return tuple(stacks[stack] or ()) if stack >= 0 else ()
 
     @cached_property

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from memtrace.analysis.accounts import Account
+from memtrace.analysis.lifetimes import Lifetimes
 from memtrace.analysis.places import Place, place
 from memtrace.analysis.stability import Slope, slope
 from memtrace.sizes import format_size
 from memtrace.trace.reader import ProcessTrace
-from memtrace.trace.schema import FREES, Action
+from memtrace.trace.schema import Action
 
 
 @dataclass(frozen=True)
@@ -39,27 +40,22 @@ def growing_allocations(
         events: the last event of each request, ascending.
         groups: one a request, as :func:`memtrace.analysis.stability.slope` takes them.
     """
-    process = account.process
-    contexts, order = process.contexts, account.by_storage
-    storage, context = process.events["id"][order], process.events["context"][order]
-    action = contexts["action"][context]
-    # Every tensor event of a storage holds until its next one; births are where its place is.
-    until = np.append(np.where(storage[1:] == storage[:-1], order[1:], _NEVER), _NEVER)
-    births = np.maximum.accumulate(np.where(action == Action.ALLOC, np.arange(len(order)), 0))
-    stays = ~np.isin(action, FREES)
-    lives = _Lives(
-        order[stays],
-        until[: len(order)][stays],
-        process.events["bytes"][order[stays]],
-        np.stack([context, context[births]], axis=1)[stays],
+    process, ends = account.process, np.asarray(events)
+    contexts, context = process.contexts, process.events["context"]
+    start, stop, birth = _held(account.lives, ends)
+    held = _Held(
+        start,
+        stop,
+        process.events["bytes"][birth],
+        np.stack([context[start], context[birth]], axis=1),
     )
-    levels = lives.levels(np.asarray(events))
+    levels = held.levels(ends)
     found: dict[tuple[str | None, Place, tuple[str, ...]], _Levels] = {}
-    for (now, birth), level in levels.items():
+    for (now, made), level in levels.items():
         key = (
             contexts["component"][now],
-            place(process, int(contexts["scope"][birth])).folded(),
-            _frames(process, int(contexts["stack"][birth])),
+            place(process, int(contexts["scope"][made])).folded(),
+            _frames(process, int(contexts["stack"][made])),
         )
         found[key] = found[key] + level if key in found else level
     return _growing(
@@ -69,6 +65,23 @@ def growing_allocations(
         ),
         groups,
     )
+
+
+def _held(lives: Lifetimes, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """From which event until which one bytes are of one component, and which event made them.
+
+    Only of allocations that are there after one of ``ends``.
+    """
+    first, last = np.searchsorted(ends, lives.born), np.searchsorted(ends, lives.freed)
+    stays = first < last
+    kept, moved = np.flatnonzero(stays), np.flatnonzero(stays[lives.retagged])
+    row = np.concatenate((kept, lives.retagged[moved]))
+    start = np.concatenate((lives.born[kept], lives.retags[moved]))
+    order = np.lexsort((start, row))
+    row, start = row[order], start[order]
+    final = np.append(row[1:] != row[:-1], True)[: len(row)]
+    stop = np.where(final, lives.freed[row], np.roll(start, -1))
+    return start, stop, lives.born[row]
 
 
 def growing_segments(
@@ -84,8 +97,8 @@ def growing_segments(
     until = np.append(np.where(address[1:] == address[:-1], order[1:], _NEVER), _NEVER)
     taken = action[order] == Action.SEGMENT_ALLOC
     context = process.events["context"][order][taken, np.newaxis]
-    lives = _Lives(order[taken], until[: len(order)][taken], size[taken], context)
-    levels = lives.levels(np.asarray(events))
+    held = _Held(order[taken], until[: len(order)][taken], size[taken], context)
+    levels = held.levels(np.asarray(events))
     found: dict[str, _Levels] = {}
     for (number,), level in levels.items():
         where = place(process, int(contexts["scope"][number])).folded()
@@ -148,7 +161,7 @@ class _Levels:
 
 
 @dataclass(frozen=True)
-class _Lives:
+class _Held:
     """From which event until which one bytes are held, and of what kind (a row of numbers)."""
 
     start: np.ndarray

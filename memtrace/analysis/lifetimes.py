@@ -5,7 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
-from memtrace.analysis.accounts import Account
+from memtrace.trace.reader import ProcessTrace
 from memtrace.trace.schema import FREES, Action
 
 _SEGMENTS = (
@@ -27,6 +27,7 @@ class Lifetimes:
     there; one whose free isn't in the trace ends where its address is given out again.
 
     Attributes:
+        here: which contexts of the process are of the device: bool, one a row.
         born: what made each, ascending.
         freed: what gave each back.
         gone: from where on its bytes serve others: later than ``freed`` if it waited for a stream.
@@ -34,7 +35,8 @@ class Lifetimes:
         retagged: of each change, the allocation (a row of ``born``).
     """
 
-    account: Account
+    process: ProcessTrace
+    here: np.ndarray
     born: np.ndarray
     freed: np.ndarray
     gone: np.ndarray
@@ -48,6 +50,11 @@ class Lifetimes:
         far = self._lasting[: _before(self.born[self._lasting], start - 1)]
         rows = np.concatenate((far, near))
         return np.asarray(rows[self.gone[rows] > event])
+
+    def allocated(self, event: int) -> np.ndarray:
+        """Those of them that weren't freed, and only wait for a stream."""
+        rows = self.alive(event)
+        return np.asarray(rows[self.freed[rows] > event])
 
     def events(self, event: int) -> np.ndarray:
         """The events up to ``event`` that segments and blocks after it follow from, ascending."""
@@ -64,11 +71,11 @@ class Lifetimes:
         )
         return np.sort(np.concatenate(found))
 
-    @cached_property
-    def labels(self) -> np.ndarray:
-        """Of each allocation the event that says which component it has in the end (int32)."""
+    def labels_at(self, event: int) -> np.ndarray:
+        """Of each allocation made by ``event`` the one that says which component it has (int32)."""
         found = self.born.copy()
-        found[self.retagged] = self.retags  # of several the last, since they ascend
+        count = _before(self.retags, event)
+        found[self.retagged[:count]] = self.retags[:count]  # of several the last: they ascend
         return found
 
     @cached_property
@@ -78,9 +85,8 @@ class Lifetimes:
 
     @cached_property
     def _segments(self) -> np.ndarray:
-        process = self.account.process
-        taken = np.isin(process.contexts["action"], _SEGMENTS) & self.account.here
-        return np.flatnonzero(taken[process.events["context"]]).astype(np.int32)
+        taken = np.isin(self.process.contexts["action"], _SEGMENTS) & self.here
+        return np.flatnonzero(taken[self.process.events["context"]]).astype(np.int32)
 
 
 def _before(events: np.ndarray, event: int) -> int:
@@ -91,15 +97,17 @@ def _before(events: np.ndarray, event: int) -> int:
     return int(events.searchsorted(np.int32(event), side="right"))
 
 
-def lifetimes(account: Account) -> Lifetimes:
-    """Match what was allocated with what was freed: ten million events take some three seconds."""
-    events, contexts = account.process.events, account.process.contexts
-    order = account.by_storage
-    action = contexts["action"][events["context"][order]]
-    storage = events["id"][order]
-    begins = np.append(True, storage[1:] != storage[:-1])[: len(order)]
+def lifetimes(process: ProcessTrace, here: np.ndarray, rows: np.ndarray) -> Lifetimes:
+    """Match what was allocated with what was freed: ten million events take a second.
+
+    Args:
+        rows: the tensor events of a device (int32), grouped by storage and in order in each group.
+    """
+    events, contexts = process.events, process.contexts
+    action = contexts["action"][events["context"][rows]]
+    storage = events["id"][rows]
+    begins = np.append(True, storage[1:] != storage[:-1])[: len(rows)]
     del storage
-    rows = order.astype(np.int32)
     never = len(events["id"])
     alloc = action == Action.ALLOC
     births = np.flatnonzero(alloc)
@@ -120,14 +128,16 @@ def lifetimes(account: Account) -> Lifetimes:
     at_once[about[pending[known[pending]]]] = False
     gone[at_once] = freed[at_once]
     waits = np.flatnonzero(~at_once)
-    gone[waits] = np.minimum(gone[waits], _completions(account, born[waits], freed[waits], never))
+    done = _completions(process, here, born[waits], freed[waits])
+    gone[waits] = np.minimum(gone[waits], done)
     moved = np.flatnonzero((action == Action.RETAG) & known)
     by_birth = np.argsort(born)
     place = np.empty(len(born), dtype=np.int32)
     place[by_birth] = np.arange(len(born), dtype=np.int32)
     by_event = np.argsort(rows[moved])
     return Lifetimes(
-        account,
+        process,
+        here,
         born[by_birth],
         freed[by_birth],
         gone[by_birth],
@@ -142,13 +152,15 @@ def _begin_of(begins: np.ndarray) -> np.ndarray:
     return np.asarray(np.maximum.accumulate(positions))
 
 
-def _completions(account: Account, born: np.ndarray, freed: np.ndarray, never: int) -> np.ndarray:
+def _completions(
+    process: ProcessTrace, here: np.ndarray, born: np.ndarray, freed: np.ndarray
+) -> np.ndarray:
     """Where each of the allocations that waited for a stream came back."""
-    events, contexts = account.process.events, account.process.contexts
-    completes = account.here & (contexts["action"] == Action.FREE_COMPLETED)
+    events, contexts = process.events, process.contexts
+    completes = here & (contexts["action"] == Action.FREE_COMPLETED)
     rows = np.flatnonzero(completes[events["context"]])
     address, waiting = events["id"][rows], events["id"][born]
-    found = np.full(len(born), never)
+    found = np.full(len(born), len(events["id"]))
     # Both in one order of address and event: the next completion is that of the same address.
     order = np.lexsort((np.append(rows, freed), np.append(address, waiting)))
     completion = order < len(rows)

@@ -11,7 +11,6 @@ import numpy as np
 
 from memtrace.analysis.accounts import Account
 from memtrace.analysis.fragmentation import Parts, parts
-from memtrace.analysis.lifetimes import Lifetimes
 from memtrace.analysis.segments import Totals, layout_at
 from memtrace.trace.schema import Action
 
@@ -51,10 +50,10 @@ class Course:
         return int(np.clip(_before(self.edges_us, time_us), 0, len(self.stops) - 1))
 
 
-def course(account: Account, lives: Lifetimes, spans: int) -> Course | None:
+def course(account: Account, spans: int) -> Course | None:
     """Look at the account once a span; None: the trace has no segments."""
     reserved, allocated, time_us = account.reserved, account.allocated, account.time_us
-    if layout_at(account, len(time_us) - 1, lives) is None or reserved is None:
+    if layout_at(account, len(time_us) - 1) is None or reserved is None:
         return None
     edges = np.linspace(time_us[0], time_us[-1], spans + 1)
     borders = [0, *np.searchsorted(time_us, edges[1:-1]), len(time_us)]
@@ -73,14 +72,14 @@ def course(account: Account, lives: Lifetimes, spans: int) -> Course | None:
             events.append(int(at[idle.argmax()]))
         else:
             events.append(max(int(stop) - 1, 0))
-    stops = {event: _stop(account, lives, event) for event in set(events)}
+    stops = {event: _stop(account, event) for event in set(events)}
     retries = _events_of(account, Action.RETRY)
     return Course(edges, tuple(stops[event] for event in events), retries, ooms)
 
 
-def _stop(account: Account, lives: Lifetimes, event: int) -> Stop:
+def _stop(account: Account, event: int) -> Stop:
     time_us = int(account.time_us[event])
-    layout = layout_at(account, event, lives)
+    layout = layout_at(account, event)
     if layout is None:
         return Stop(event, time_us, Parts.none(), Totals.none())
     return Stop(event, time_us, parts(layout), layout.totals)
@@ -112,7 +111,7 @@ class Occupancy:
     used: np.ndarray
 
 
-def occupancy(account: Account, lives: Lifetimes, rows: int, edges_us: np.ndarray) -> Occupancy:
+def occupancy(account: Account, rows: int, edges_us: np.ndarray) -> Occupancy:
     """Follow all allocations of an account that has segments; see :class:`Course` for the spans.
 
     Ten million events take some three seconds.
@@ -132,7 +131,7 @@ def occupancy(account: Account, lives: Lifetimes, rows: int, edges_us: np.ndarra
     reserved = grid.summed(
         [(axis.ends(events, segments), time_us[segments], sign.astype(np.float64))]
     )
-    used = grid.summed(_moves(axis, lives))
+    used = grid.summed(_moves(axis, account))
     return Occupancy(axis.edges, reserved, np.minimum(used, reserved))
 
 
@@ -140,8 +139,8 @@ _Ends = tuple[np.ndarray, np.ndarray]  # where ranges of addresses begin and end
 _Moves = tuple[_Ends, np.ndarray, np.ndarray]  # ranges, times, and by what the shares change then
 
 
-def _moves(axis: "_Axis", lives: Lifetimes) -> Iterator[_Moves]:
-    events, time_us = lives.account.process.events, lives.account.time_us
+def _moves(axis: "_Axis", account: Account) -> Iterator[_Moves]:
+    events, time_us, lives = account.process.events, account.time_us, account.lives
     for start in range(0, len(lives.born), _CHUNK):
         born, gone = lives.born[start : start + _CHUNK], lives.gone[start : start + _CHUNK]
         low, high = axis.ends(events, born)

@@ -88,17 +88,18 @@ def top_allocations(account: Account, event: int, born: np.ndarray | None = None
     ``born``: by event, whether what it allocated counts (bool); None: all does.
     """
     events, contexts = account.process.events, account.process.contexts
-    live = account.lives.after(event)
-    births = account.lives.born[live]
+    lives = account.lives
+    live = lives.allocated(event)
     if born is not None:
-        live, births = live[born[births]], births[born[births]]
+        live = live[born[lives.born[live]]]
     # The last event of a storage says where it belongs, its allocation where it was made.
+    births, labels = lives.born[live], lives.labels_at(event)[live]
     many = len(contexts["action"])
-    pairs = events["context"][live].astype(np.int64) * many + events["context"][births]
+    pairs = events["context"][labels].astype(np.int64) * many + events["context"][births]
     kinds, kind = np.unique(pairs, return_inverse=True)
     counts = np.bincount(kind, minlength=len(kinds))
     sizes = np.zeros(len(kinds), dtype=np.int64)
-    np.add.at(sizes, kind, events["bytes"][live])
+    np.add.at(sizes, kind, events["bytes"][births])
 
     groups: dict[tuple[str, Place, tuple[str, ...]], list[tuple[int | None, int, int]]] = {}
     for now, birth, count, size in zip(*divmod(kinds, many), counts, sizes, strict=True):

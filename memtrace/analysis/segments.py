@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from memtrace.analysis.accounts import Account
-from memtrace.analysis.lifetimes import Lifetimes
 from memtrace.trace.schema import Action
 
 #: A segment of the small pool: cudaMalloc'ed in this size only, expandable ones in pages of it.
@@ -159,18 +158,15 @@ class Totals:
         return cls(*(0 for _ in fields(cls)))
 
 
-def layout_at(account: Account, event: int, lives: Lifetimes | None = None) -> Layout | None:
+def layout_at(account: Account, event: int) -> Layout | None:
     """The segments and blocks of ``account``'s device after ``event``; None: not recorded.
-
-    ``lives``: the account's, where many events are asked for: takes milliseconds each, where all
-    events up to this one are looked through otherwise.
 
     ``small`` is exact for segments of cudaMalloc, which takes 2 MiB for the small pool and more for
     the large one, and for mapped ranges that hold a block. Of one that is all free only the size is
     known: up to 10 MiB, less than a page of the large pool, it is small; above that it is None.
     """
     events, contexts = account.process.events, account.process.contexts
-    chosen = slice(event + 1) if lives is None else lives.events(event)
+    chosen = account.lives.events(event)
     context = events["context"][chosen]
     action = np.where(account.here, contexts["action"], -1)[context]
     rows = _Rows(

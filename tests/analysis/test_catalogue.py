@@ -8,14 +8,13 @@ import pytest
 
 from memtrace.analysis.accounts import accounts
 from memtrace.analysis.catalogue import Allocation, Catalogue, Order, Query
-from memtrace.analysis.lifetimes import lifetimes
 from memtrace.trace.reader import open_trace
 from tests.synthetic import History, prefill, seeded_history
 
 
 def of(history: History, folder: Path) -> Catalogue:
     (process,) = open_trace(history.write(folder / "run")).processes
-    return Catalogue(lifetimes(accounts(process)[0]))
+    return Catalogue(accounts(process)[0])
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from memtrace.analysis.accounts import accounts
-from memtrace.analysis.lifetimes import Lifetimes, lifetimes
+from memtrace.analysis.lifetimes import Lifetimes
 from memtrace.trace.reader import open_trace
 from memtrace.trace.schema import Action
 from tests.synthetic import History, seeded_history
@@ -15,13 +15,13 @@ CUDA = "cuda:0"
 
 def of(history: History, folder: Path) -> Lifetimes:
     (process,) = open_trace(history.write(folder / "run")).processes
-    return lifetimes(accounts(process)[0])
+    return accounts(process)[0].lives
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_lives_are_as_a_walk_finds_them(tmp_path: Path, seed: int) -> None:
     found = of(seeded_history(seed, 300), tmp_path)
-    process = found.account.process
+    process = found.process
     live: dict[int, int] = {}  # storage → its allocation
     freed: dict[int, int] = {}
     labels: dict[int, int] = {}
@@ -35,10 +35,14 @@ def test_lives_are_as_a_walk_finds_them(tmp_path: Path, seed: int) -> None:
             labels[live[number]] = event
         else:
             freed[live.pop(number)] = event
-        assert found.born[found.alive(event)].tolist() == sorted(live.values())
+        expected, alive = sorted(live.values()), found.alive(event)
+        assert found.born[alive].tolist() == expected
+        assert found.allocated(event).tolist() == alive.tolist()
+        assert found.labels_at(event)[alive].tolist() == [labels[one] for one in expected]
     born = found.born.tolist()
     assert born == sorted(labels)
-    assert found.labels.tolist() == [labels[one] for one in born]
+    ends = found.labels_at(len(process.events["id"])).tolist()
+    assert ends == [labels[one] for one in born]
     assert found.freed.tolist() == [freed.get(one, len(process.events["id"])) for one in born]
     assert found.gone.tolist() == found.freed.tolist()
 
@@ -65,6 +69,8 @@ def test_a_block_that_waits_for_a_stream_is_gone_when_that_is_done(tmp_path: Pat
     assert found.born.tolist() == [0, 1, 5]
     assert found.freed.tolist() == [2, 3, 7]
     assert found.gone.tolist() == [6, 4, 7]
+    assert found.alive(3).tolist() == [0, 1]
+    assert found.allocated(3).tolist() == []
 
 
 def test_a_free_that_is_missing_was_before_the_address_came_again(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from app.frames_allocations import data
 from app.views.allocations import PATH
 from memtrace.analysis.accounts import accounts
 from memtrace.analysis.catalogue import Catalogue, Query
-from memtrace.analysis.lifetimes import lifetimes
 from memtrace.components import COLOURS
 from memtrace.trace.reader import open_trace
 from tests.app.opening import figure, opened
@@ -26,7 +25,7 @@ def run(tmp_path: Path) -> Path:
 
 def catalogue(run: Path) -> Catalogue:
     (process,) = open_trace(run).processes
-    return Catalogue(lifetimes(accounts(process)[0]))
+    return Catalogue(accounts(process)[0])
 
 
 def test_bars_are_as_long_as_size_times_lifetime(run: Path) -> None:

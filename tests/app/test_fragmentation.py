@@ -24,7 +24,6 @@ from app.figures.style import DARK, LIGHT
 from app.views.fragmentation import PATH
 from memtrace.analysis.accounts import accounts
 from memtrace.analysis.fragmentation import parts
-from memtrace.analysis.lifetimes import lifetimes
 from memtrace.analysis.occupancy import course, occupancy
 from memtrace.analysis.places import place
 from memtrace.analysis.segments import Layout, layout_at
@@ -59,11 +58,10 @@ def run(tmp_path: Path) -> Path:
 def history_of(run: Path) -> History:
     (process,) = open_trace(run).processes
     account = accounts(process)[0]
-    lives = lifetimes(account)
-    found = course(account, lives, 200)
+    found = course(account, 200)
     assert found is not None
     marked = {"retries": account.time_us[found.retries], "ooms": account.time_us[found.ooms]}
-    return History(run.stem, found, occupancy(account, lives, ADDRESSES, found.edges_us), marked)
+    return History(run.stem, found, occupancy(account, ADDRESSES, found.edges_us), marked)
 
 
 def instant_of(run: Path, span: int | None = None) -> Instant:
