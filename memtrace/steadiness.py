@@ -9,7 +9,7 @@ from rich.text import Text
 
 from memtrace.analysis.growth import Growing
 from memtrace.analysis.persistence import MEASURES, Measure, Persistence
-from memtrace.analysis.stability import Stability
+from memtrace.analysis.stability import FEWEST, Stability
 from memtrace.components import COLOURS
 from memtrace.render import UNKNOWN, grid, size
 from memtrace.sizes import format_size
@@ -60,12 +60,15 @@ def verdict(one: Persistence) -> str:
         return f"plateau: {known} grow by less than {limit}{_beside(one)}"
     cause = one.cause
     if cause is not None:
-        what = f"growing: {cause.name} by {rate(cause.slope.value)}, {limit} allowed"
-        if cause.name == "process":
+        late = f" over the last {len(one.counted) - cause.since:,}" if cause.since else ""
+        what = f"growing: {cause.name} by {rate(cause.slope.value)}{late}, {limit} allowed"
+        if cause.name == "process" and len(one.judged) > 1:
             return f"{what}; the allocator's memory doesn't, so it is external"
         if cause.name == "allocated" and one.growing:
             return f"{what}; first of all {_named(one.growing[0])}"
         return what
+    if not one.judged and len(one.counted) >= FEWEST:
+        return "undecided: what is allocated or reserved isn't known; --rss judges the resident set"
     more = one.wanting
     decide = "no number of requests would decide" if more is None else f"{more:,} more might decide"
     loose = [m.name for m in one.judged if m.verdict is Stability.UNDECIDED]

@@ -29,6 +29,7 @@ class Measure:
     highest: int
     change: int  # from its first cycle to its last, of the prompt length that changed most
     wanting: int | None  # requests that would decide; None: no number would
+    since: int  # the first of the requests that count that the slope is over
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,11 @@ class Persistence:
 
     @property
     def verdict(self) -> Stability:
-        """Growing if anything surely grows, undecided if anything may."""
+        """Growing if anything surely grows, undecided if anything may or nothing is known."""
         verdicts = {one.verdict for one in self.judged}
         if Stability.GROWING in verdicts:
             return Stability.GROWING
-        if len(self.counted) < FEWEST or Stability.UNDECIDED in verdicts:
+        if len(self.counted) < FEWEST or verdicts != {Stability.PLATEAU}:
             return Stability.UNDECIDED
         return Stability.PLATEAU
 
@@ -85,13 +86,14 @@ class Persistence:
         if cause is None or cause.name == "process":
             return ()
         account = self.served.account
-        events = [one.event for one in self.counted if one.event is not None]
-        if account is not None and len(events) == len(self.counted):
+        rows, groups = self.counted[cause.since :], self._groups[cause.since :]
+        events = [one.event for one in rows if one.event is not None]
+        if account is not None and len(events) == len(rows):
             name = growing_allocations if cause.name == "allocated" else growing_segments
-            return tuple(name(account, events, self._groups))
-        snapshots = [one.snapshot for one in self.counted if one.snapshot is not None]
-        if cause.name == "allocated" and len(snapshots) == len(self.counted):
-            return tuple(growing_blocks(self.served.process, snapshots, self._groups))
+            return tuple(name(account, events, groups))
+        snapshots = [one.snapshot for one in rows if one.snapshot is not None]
+        if cause.name == "allocated" and len(snapshots) == len(rows):
+            return tuple(growing_blocks(self.served.process, snapshots, groups))
         return ()
 
     @property
@@ -99,6 +101,8 @@ class Persistence:
         """Requests that would decide what is undecided; None: no number would."""
         if len(self.counted) < FEWEST:
             return FEWEST - len(self.counted)
+        if not self.judged:
+            return None
         undecided = [one.wanting for one in self.judged if one.verdict is Stability.UNDECIDED]
         return None if None in undecided else max((one or 0 for one in undecided), default=0)
 
@@ -127,7 +131,7 @@ class Persistence:
         values = [value for one in self.counted if (value := getattr(one, name)) is not None]
         if not values or len(values) < len(self.counted):
             return None
-        found = slope(values, groups=self._groups)
+        found, since = self._slope(values)
         ends: dict[int | None, tuple[int, int]] = {}
         for group, value in zip(self._groups, values, strict=True):
             ends[group] = ends.get(group, (value, value))[0], value
@@ -141,7 +145,21 @@ class Persistence:
             highest=max(values),
             change=max(changes, key=abs),
             wanting=found.wanting(self.limit),
+            since=since,
         )
+
+    def _slope(self, values: Sequence[int]) -> tuple[Slope, int]:
+        """The slope that judges, and since which request it does.
+
+        Over all of them a leak that begins late is among what a robust slope leaves out, so the
+        later half must not grow by itself either.
+        """
+        found, half = slope(values, groups=self._groups), len(values) // 2
+        if found.judge(self.limit) is not Stability.GROWING:
+            late = slope(values[half:], groups=self._groups[half:])
+            if late.judge(self.limit) is Stability.GROWING:
+                return late, half
+        return found, 0
 
 
 def persistence(

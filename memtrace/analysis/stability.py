@@ -75,7 +75,7 @@ def slope(
     """The Theil–Sen slope of ``values`` over their positions 0, 1, 2, ….
 
     Args:
-        values: bytes after each request; n of them take n² / 2 numbers of memory.
+        values: bytes after each request; n of one group take n² / 2 numbers of memory.
         confidence: of the interval.
         groups: one a value; only values of one group are compared. None: all with all.
     """
@@ -84,24 +84,35 @@ def slope(
     group = np.array(
         [numbers.setdefault(name, len(numbers)) for name in groups or [None] * len(y)], dtype=int
     )
-    first, second = np.triu_indices(len(y), k=1)
-    same = group[first] == group[second]
-    first, second = first[same], second[same]
-    slopes = np.sort((y[second] - y[first]) / (second - first))
-    pairs = len(slopes)
+    places = [np.flatnonzero(group == number) for number in numbers.values()]
+    pairs = sum(len(at) * (len(at) - 1) // 2 for at in places)
     if pairs == 0:
         return Slope(0.0, -inf, inf, 0)
-    variance = sum(_variance(y[group == number]) for number in numbers.values())
-    half = NormalDist().inv_cdf((1 + confidence) / 2) * sqrt(variance)
+    half = NormalDist().inv_cdf((1 + confidence) / 2) * sqrt(sum(_variance(y[at]) for at in places))
     # Sen: the M1-th smallest slope and the (M2 + 1)-th, with M = (pairs ∓ half) / 2.
     low = round((pairs - half) / 2) - 1
     high = round((pairs + half) / 2)
+    middle = (pairs - 1) // 2, pairs // 2
+    slopes = _slopes(y, places, pairs)
+    slopes.partition([*middle, max(low, 0), min(high, pairs - 1)])
     return Slope(
-        value=float(np.median(slopes)),
+        value=float(slopes[list(middle)].mean()),
         low=float(slopes[low]) if low >= 0 else -inf,
         high=float(slopes[high]) if high < pairs else inf,
         points=len(y),
     )
+
+
+def _slopes(y: np.ndarray, places: Sequence[np.ndarray], pairs: int) -> np.ndarray:
+    """Of all pairs of places of one group; row by row, since pairs are many."""
+    found = np.empty(pairs)
+    start = 0
+    for at in places:
+        for row in range(1, len(at)):
+            stop = start + len(at) - row
+            found[start:stop] = (y[at[row:]] - y[at[row - 1]]) / (at[row:] - at[row - 1])
+            start = stop
+    return found
 
 
 def _variance(y: np.ndarray) -> float:

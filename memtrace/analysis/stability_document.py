@@ -41,6 +41,7 @@ def _process(one: Persistence, top: int) -> dict[str, Any]:
                 "slope": measure.slope.value,
                 "interval": interval(measure.slope),
                 "verdict": str(measure.verdict),
+                "since": one.counted[measure.since].request,
             }
             for measure in one.measures
         },

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,7 @@ LIMIT = 10 * KiB
 LENGTHS = (512, 64, 256)
 
 
-def judge(history: History, folder: Path, **options: int) -> Persistence:
+def judge(history: History, folder: Path, **options: Any) -> Persistence:
     [one] = served(open_trace(history.write(folder)))
     return persistence(one, limit=LIMIT, **options)
 
@@ -83,6 +84,39 @@ def test_a_leak_of_long_prompts_only(tmp_path: Path) -> None:
     one = judge(workload(leak), tmp_path / "run")
     assert one.verdict is Stability.GROWING
     assert one.growing[0].component == "KV_res/compact"
+
+
+def test_a_leak_that_begins_late(tmp_path: Path) -> None:
+    """A robust slope over all requests takes it for outliers."""
+
+    def leak(history: History, number: int) -> None:
+        if number >= 75:
+            history.alloc(64 * KiB, "Hidden")
+
+    one = judge(workload(leak, requests=99), tmp_path / "run")
+    assert one.verdict is Stability.GROWING
+    assert one.cause is not None
+    assert one.cause.since == 48
+    assert one.cause.slope.value > LIMIT
+    assert one.growing[0].component == "Hidden"
+
+
+def test_memory_that_steps_up_once_doesn_t_grow(tmp_path: Path) -> None:
+    def step(history: History, number: int) -> None:
+        if number == 70:
+            history.alloc(64 * MiB, "Hidden")
+
+    assert judge(workload(step, requests=99), tmp_path / "run").verdict is not Stability.GROWING
+
+
+def test_where_nothing_was_booked_nothing_is_decided(tmp_path: Path) -> None:
+    history = History()
+    for number in range(20):
+        history.sample("rss", 100 * MiB)
+        history.request(f"r{number}", prompt_tokens=64)
+    one = judge(history, tmp_path / "run")
+    assert (one.verdict, one.wanting, one.judged) == (Stability.UNDECIDED, None, ())
+    assert judge(history, tmp_path / "again", rss=True).verdict is Stability.PLATEAU
 
 
 def test_what_changes_its_component_grows_as_what_it_is(tmp_path: Path) -> None:
