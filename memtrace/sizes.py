@@ -9,8 +9,9 @@ STEADY = "1 MiB/100 requests"
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DECIMAL = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_RATE = re.compile(r"(.+?)\s*(?:/|\bper\b)\s*([0-9]+)?\s*requests?\s*")
-_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+#: More digits than any number of bytes or requests has aren't read.
+_RATE = re.compile(r"(.+?)\s*(?:/|\bper\b)\s*([0-9]{1,20})?\s*requests?\s*")
+_PATTERN = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*")
 
 
 def format_size(size: int, *, signed: bool = False) -> str:

@@ -88,6 +88,8 @@ def test_undecided_says_how_many_more(run: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (["--slope", "9" * 400 + " B/request"], f"--slope: '{'9' * 400} B' is not a size"),
+        (["--slope", "1 B/" + "9" * 5000 + " requests"], "--slope: '1 B/9999"),
         (["--slope", "much"], "--slope: 'much' is no rate; write it as 1 MiB/100 requests"),
         (["--warmup-cycles", "-1"], "--warmup-cycles -1 is too few; use 0 or more"),
     ],
@@ -145,6 +147,9 @@ def test_report_of_a_request(run: Path) -> None:
     ("arguments", "sentence"),
     [
         (["--at", "soon"], "--at soon: write it as 1.25s, 1250ms or event:4711"),
+        (["--at", "9" * 5000], f"--at {'9' * 5000}: write it as 1.25s"),
+        (["--at", f"event:{'9' * 5000}"], f"--at event:{'9' * 5000}: write it as 1.25s"),
+        (["--request", "9" * 5000], f"--request {'9' * 5000}: no request has that name"),
         (["--at", "0s"], "--at 0s: the first event is 0.001 s after the run began"),
         (["--at", "event:99999"], "--at event:99999: the events are numbered from 0 to "),
         (["--request", "7"], "--request 7: no request has that name, and they are numbered from 0"),

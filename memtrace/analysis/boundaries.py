@@ -90,8 +90,7 @@ class Served:
         for one in self.boundaries:
             if one.name == request:
                 return one
-        number = int(request) if request.isdecimal() else -1
-        return next((one for one in self.boundaries if one.request == number), None)
+        return next((one for one in self.boundaries if str(one.request) == request), None)
 
 
 def served(trace: Trace) -> list[Served]:

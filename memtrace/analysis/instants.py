@@ -13,8 +13,9 @@ from memtrace.analysis.process import ProcessMemory
 from memtrace.errors import MemtraceError
 from memtrace.trace.reader import Trace
 
-_EVENT = re.compile(r"event\s*[:#]?\s*([0-9]+)")
-_TIME = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(s|ms|us)?")
+#: More digits than any run has events or microseconds aren't read.
+_EVENT = re.compile(r"event\s*[:#]?\s*([0-9]{1,18})")
+_TIME = re.compile(r"([0-9]{1,12}(?:\.[0-9]*)?|\.[0-9]+)\s*(s|ms|us)?")
 _MICROSECONDS = {None: 10**6, "s": 10**6, "ms": 10**3, "us": 1}
 
 
