@@ -388,8 +388,7 @@ class Session:
             with self.scope("request", name):
                 yield request
         except BaseException as error:
-            out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-            outcome = "oom" if out_of_memory else "error"
+            outcome = "oom" if _out_of_memory(error) else "error"
             raise
         finally:
             row = (
@@ -425,6 +424,13 @@ def _subclasses(kind: type) -> Iterator[type]:
     yield kind
     for derived in cast("list[type]", type.__subclasses__(kind)):
         yield from _subclasses(derived)
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """On the CPU, PyTorch says it with a plain RuntimeError."""
+    if isinstance(error, RuntimeError) and "DefaultCPUAllocator: " in str(error):
+        return True
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
 def _process() -> dict[str, Any]:

@@ -135,7 +135,13 @@ def test_components_scopes_and_retags(record) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "outcome"), [(torch.OutOfMemoryError("full"), "oom"), (KeyError("x"), "error")]
+    ("error", "outcome"),
+    [
+        (torch.OutOfMemoryError("full"), "oom"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried…"), "oom"),
+        (RuntimeError("shapes differ"), "error"),
+        (KeyError("x"), "error"),
+    ],
 )
 def test_a_request_that_fails_says_how(record, error, outcome) -> None:
     def work() -> None:
