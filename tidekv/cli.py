@@ -350,6 +350,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     from tidekv import serving, workloads
     from tidekv.progress import progress_bar
 
+    _check_requests(arguments)
     requests = workloads.load(arguments.workload)[: arguments.requests]
     failed = 0
     with progress_bar("Requests", total=len(requests)) as done:
@@ -366,12 +367,16 @@ def _serve(arguments: argparse.Namespace) -> None:
         raise TidekvError(f"{failed} of {len(requests)} requests failed.")
 
 
+def _check_requests(arguments: argparse.Namespace) -> None:
+    if arguments.requests is not None and arguments.requests < 1:
+        raise TidekvError(f"--requests must be at least 1, not {arguments.requests}.")
+
+
 def _tables(arguments: argparse.Namespace) -> None:
     from tidekv import persistent, workloads
     from tidekv.progress import progress_bar
 
-    if arguments.requests < 1:
-        raise TidekvError(f"--requests must be at least 1, not {arguments.requests}.")
+    _check_requests(arguments)
     file = arguments.workload
     mix = persistent.describe(persistent.LENGTHS)
     requests = arguments.requests

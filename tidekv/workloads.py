@@ -8,6 +8,7 @@ same requests, where there are any.
 import json
 import math
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from tidekv.errors import TidekvError
 
 _MOST_TOKENS = 1 << 40
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,9 @@ def _parsed(line: str) -> Request:
     if unknown:
         raise TidekvError(f"a request has no {', '.join(sorted(unknown))}")
     name, prompt, arrival = found.get("id"), found.get("prompt"), found.get("arrival", 0.0)
-    if not isinstance(name, str) or not name:
+    if not _is_text(name):
         raise TidekvError("a request has an id, a text")
-    if prompt is not None and (not isinstance(prompt, str) or not prompt):
+    if prompt is not None and not _is_text(prompt):
         raise TidekvError("prompt is a text")
     if (prompt is None) == (found.get("prompt_tokens") is None):
         raise TidekvError("a request has either prompt_tokens or prompt")
@@ -114,6 +116,11 @@ def _parsed(line: str) -> Request:
         prompt=prompt,
         cycle=_count(found, "cycle", 0),
     )
+
+
+def _is_text(value: Any) -> bool:
+    """Not empty, and no half of a surrogate pair, which JSON can spell and nothing can print."""
+    return isinstance(value, str) and value != "" and not _SURROGATE.search(value)
 
 
 def _count(found: dict[str, Any], name: str, least: int, default: int | None = None) -> int | None:

@@ -89,6 +89,8 @@ def test_files_keep_requests(
         ('{"id": "a", "new_tokens": 1}', "either prompt_tokens or prompt"),
         ('{"id": "a", "prompt": "x", "prompt_tokens": 3}', "either prompt_tokens or prompt"),
         ('{"prompt_tokens": 3}', "an id"),
+        ('{"id": "\\ud800", "prompt_tokens": 3}', "an id"),
+        ('{"id": "a", "prompt": "\\ud800"}', "prompt is a text"),
         ('{"id": "a", "prompt_tokens": 0}', "prompt_tokens is a whole number, 1 or more"),
         ('{"id": "a", "prompt_tokens": true}', "prompt_tokens is a whole number"),
         ('{"id": "a", "prompt_tokens": 5, "new_tokens": -1}', "new_tokens is a whole number"),
@@ -158,6 +160,15 @@ def tiny_model(monkeypatch: pytest.MonkeyPatch, tiny: Any) -> Any:
     model = tiny("llama")
     monkeypatch.setattr("tidekv.serving.load_model", lambda *_, **__: (model, None))
     return model
+
+
+@pytest.mark.parametrize("number", ["0", "-1"])
+def test_no_requests_are_no_workload(
+    tmp_path: Path, number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workloads.save([Request("a", 20, 2)], tmp_path / "w.jsonl")
+    assert main(["serve-trace", str(tmp_path / "w.jsonl"), "--requests", number]) == 2
+    assert f"--requests must be at least 1, not {number}." in capsys.readouterr().err
 
 
 def test_a_request_that_fails_is_told_and_the_next_goes_on(
