@@ -262,6 +262,11 @@ class History:
         keep[[row for row, _ in ordered[count:]]] = False
         return rows[keep]
 
+    def forget(self) -> None:
+        """Number the contexts of allocations anew from now on."""
+        self._births.clear()
+        self._born.clear()
+
     # -- what was missed -----------------------------------------------------------------------
 
     def resume(self, now: Layout, time_us: int, scope: int) -> np.ndarray:

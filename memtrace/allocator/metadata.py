@@ -87,6 +87,11 @@ class Names:
         self._births: dict[str, tuple[str, int]] = {}
         self._retags: dict[str, Retag | None] = {}
 
+    def forget(self) -> None:
+        """Read every text anew from now on."""
+        self._births.clear()
+        self._retags.clear()
+
     def birth(self, metadata: str) -> tuple[str, int]:
         """Component and scope of what is allocated under a memory metadata."""
         found = self._births.get(metadata)

@@ -164,8 +164,10 @@ def parse_plateau(words: Mapping[str, Any]) -> Plateau:
     text = words["slope"]
     try:
         rate = parse_rate(text)
-    except MemtraceError as error:
-        raise MemtraceError(f"memory_plateau(slope={text!r}): {error}") from None
+    except MemtraceError:
+        raise MemtraceError(
+            f"memory_plateau(slope={text!r}): write it as 1 MiB/100 requests or 64 KiB/request"
+        ) from None
     if requests - _count("memory_plateau", "warmup", warmup, least=0) < FEWEST:
         raise MemtraceError(
             f"memory_plateau(requests={requests}): {FEWEST} or more must be left after the warm-up"

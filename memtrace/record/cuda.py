@@ -92,6 +92,7 @@ class CudaSource:
         self._host = TensorSource(ledger, place, stacks)
         self._names = _FrameNames(ledger, HIDDEN, stacks)
         self._texts: dict[tuple[str, tuple[str, ...] | None, int], str] = {}
+        self._over: list[int] = []  # scopes, since the last drain
         self._histories: list[History] = []
         self._devices: list[dict[str, Any]] = []
         self._allocator_settings: Mapping[str, Any] = {}
@@ -249,6 +250,10 @@ class CudaSource:
         """
         return self.drain() if self._alone() else None
 
+    def over(self, scope: int) -> None:
+        """As :meth:`memtrace.record.ledger.Ledger.over`: once the history has been read, too."""
+        self._over.append(scope)
+
     def component_of(self, device: int, address: int) -> str | None:
         """The component of the block there after the last drain; None: free."""
         layout = self._histories[device].layout
@@ -292,7 +297,17 @@ class CudaSource:
             quiet = before[index] == _counts(stats)  # no other thread came between
             self._drain_device(index, history, snapshot, timed, stats, quiet)
             self._read[index] = 0 if cleared else len(snapshot["device_traces"][index])
+        self._forget()
         return snapshot
+
+    def _forget(self) -> None:
+        """What is known of places in requests that are over."""
+        while self._over:
+            self._ledger.over(self._over.pop())
+            self._texts.clear()
+            self._names.forget()
+            for history in self._histories:
+                history.forget()
 
     def _drain_device(
         self,
@@ -335,11 +350,11 @@ class _FrameNames(Names):
 
     def __init__(self, ledger: Ledger, hidden: tuple[str, ...], depth: int) -> None:
         super().__init__(ledger, hidden, depth)
-        self._frames = ledger.frame_texts
+        self._frame_of = ledger.frame_of
 
     def birth(self, metadata: str) -> tuple[str, int]:
         """As :class:`Names` has it."""
-        frame = self._frames.get(metadata)
+        frame = self._frame_of(metadata)
         return super().birth(metadata) if frame is None else (frame.component, frame.scope)
 
 

@@ -9,7 +9,7 @@ import os
 import threading
 import weakref
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
 from pathlib import Path
 from struct import Struct
@@ -27,6 +27,9 @@ _FULL = 2 << 20
 _FIELDS = 4
 _pack = Struct("4q").pack  # with array.frombytes, half the time of array.extend
 _NO_STACK = -1
+_SCOPE = TABLES["contexts"].names.index("scope")
+#: A scope that was over before a fork.
+_FORGOTTEN = "over before the fork"
 
 
 class StorageRef(weakref.ref):
@@ -40,7 +43,18 @@ class StorageRef(weakref.ref):
 class Frame:
     """A component and a scope, with the contexts that operators got in them."""
 
-    __slots__ = ("component", "explicit", "free", "inside", "kinds", "ops", "scope", "text")
+    __slots__ = (
+        "__weakref__",
+        "component",
+        "explicit",
+        "free",
+        "inner",
+        "inside",
+        "kinds",
+        "ops",
+        "scope",
+        "text",
+    )
 
     def __init__(
         self,
@@ -66,23 +80,48 @@ class Frame:
         self.inside = explicit or "module" in kinds
         #: id(operator) → context of what it allocates on the CPU, or a code of the tensor source.
         self.ops: dict[int, int] = {}
+        #: Where rules lead to from here.
+        self.inner: dict[Any, Frame] = {}
 
 
 class _Interned:
-    """Rows numbered from 0 in order of appearance, and which of them are not yet written."""
+    """Rows numbered from 0 in order of appearance, and which of them are not yet written.
 
-    def __init__(self) -> None:
+    Args:
+        forgotten: what a forked child, which writes all of them again, has for those that are gone.
+    """
+
+    def __init__(self, forgotten: tuple[Any, ...]) -> None:
         self._numbers: dict[tuple[Any, ...], int] = {}
-        self.rows: list[tuple[Any, ...]] = []
-        self.written = 0
+        self.rows: dict[int, tuple[Any, ...]] = {}
+        self._forgotten = forgotten
+        self._next = 0
+        self._new: list[tuple[Any, ...]] = []
 
     def number(self, row: tuple[Any, ...]) -> int:
         found = self._numbers.get(row)
         if found is None:
             # The row stands before anyone can learn its number.
-            self.rows.append(row)
-            found = self._numbers[row] = len(self.rows) - 1
+            found, self._next = self._next, self._next + 1
+            self.rows[found] = row
+            self._new.append(row)
+            self._numbers[row] = found
         return found
+
+    def take_new(self) -> list[tuple[Any, ...]]:
+        """The rows that are to be written next."""
+        new = self._new[:]
+        del self._new[: len(new)]
+        return new
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Nobody will ask for these again, and they are written: an equal row gets a new number."""
+        for number in numbers:
+            del self._numbers[self.rows.pop(number)]
+
+    def begin_again(self) -> None:
+        """Write every row once more, those that are gone as one that stands for them."""
+        self._new = [self.rows.get(number, self._forgotten) for number in range(self._next)]
 
 
 class Ledger:
@@ -112,13 +151,16 @@ class Ledger:
         self._requests = 0
         self._pid = os.getpid()
         self._next_id = count(1).__next__
-        self._scopes = _Interned()
-        self._contexts = _Interned()
-        self._stacks = _Interned()
+        self._scopes = _Interned((0, "op", _FORGOTTEN))
+        self._contexts = _Interned((int(Action.FREE), "cpu", 0, None, "other", None, 0, _NO_STACK))
+        self._stacks = _Interned(([],))
         self._frames: dict[tuple[str, int, bool], Frame] = {}
-        #: Frames by their text.
-        self.frame_texts: dict[str, Frame] = {}
-        self._kinds: list[frozenset[str]] = [frozenset(("process",))]
+        self._texts = count()
+        self._by_text: dict[str, Frame] = {}
+        # Those of scopes that are over, as long as a thread stands in them.
+        self._fading: weakref.WeakValueDictionary[str, Frame] = weakref.WeakValueDictionary()
+        self._over: list[int] = []  # scopes
+        self._kinds: dict[int, frozenset[str]] = {0: frozenset(("process",))}
         self._scopes.number((-1, "process", folder.name))
         self._writer = TableWriter(folder)
         self._closed = False
@@ -205,14 +247,14 @@ class Ledger:
         """The number of a scope; the same (parent, kind, name) is the same scope."""
         with self._intern_lock:
             number = self._scopes.number((parent, kind, name))
-            if number == len(self._kinds):
-                self._kinds.append(self._kinds[parent] | {kind})
+            if number not in self._kinds:
+                self._kinds[number] = self._kinds.get(parent, frozenset()) | {kind}
             return number
 
     def path(self, scope: int) -> list[tuple[str, str]]:
         """(kind, name) from the outermost scope inside the process to this one."""
         path: list[tuple[str, str]] = []
-        while scope:
+        while scope in self._scopes.rows and scope:
             scope, kind, name = self._scopes.rows[scope]
             path.insert(0, (kind, name))
         return path
@@ -245,10 +287,39 @@ class Ledger:
         found = self._frames.get(key)
         if found is None:
             free = self.context(Action.FREE, "cpu", component, 0)
-            text = f"memtrace:{len(self._frames)}"
-            found = Frame(component, scope, self._kinds[scope], explicit, free, text)
-            self._frames[key] = self.frame_texts[text] = found
+            text = f"memtrace:{next(self._texts)}"
+            kinds = self._kinds.get(scope, frozenset())
+            found = Frame(component, scope, kinds, explicit, free, text)
+            self._frames[key] = self._by_text[text] = found
         return found
+
+    def frame_of(self, text: str) -> Frame | None:
+        """The frame with this text; None: it is none of ours."""
+        return self._by_text.get(text) or self._fading.get(text)
+
+    def over(self, scope: int) -> None:
+        """A request is over: what is known of places in it can go once it is written.
+
+        Otherwise a process that answers requests for days would be filled by its recorder.
+        """
+        self._over.append(scope)
+
+    def _forget(self) -> None:
+        with self._intern_lock:
+            gone = set(self._over)
+            self._over.clear()
+            for number, (parent, *_) in self._scopes.rows.items():  # parents come first
+                if parent in gone:
+                    gone.add(number)
+            self._scopes.forget(gone & self._scopes.rows.keys())
+            rows = self._contexts.rows.items()
+            self._contexts.forget([number for number, row in rows if row[_SCOPE] in gone])
+            for key, frame in list(self._frames.items()):
+                if frame.scope in gone:
+                    del self._frames[key], self._by_text[frame.text]
+                    self._fading[frame.text] = frame
+            for number in gone:
+                self._kinds.pop(number, None)
 
     # -- writing -----------------------------------------------------------------------------
 
@@ -322,6 +393,8 @@ class Ledger:
             rows = self._rows[table][:]
             del self._rows[table][: len(rows)]  # another thread may add one meanwhile
             self._writer.append_rows(table, rows)
+        if self._over:
+            self._forget()
 
     def _write_events(self, *columns: np.ndarray) -> None:
         """Append events, and before them every row that they name."""
@@ -330,9 +403,7 @@ class Ledger:
             ("stacks", self._stacks),
             ("contexts", self._contexts),
         ):
-            new = interned.rows[interned.written :]
-            self._writer.append_rows(table, new)
-            interned.written += len(new)
+            self._writer.append_rows(table, interned.take_new())
         self._writer.append("events", dict(zip(TABLES["events"].names, columns, strict=True)))
 
     def close(self) -> None:
@@ -356,7 +427,7 @@ class Ledger:
         self._intern_lock = threading.RLock()  # a thread that the child lacks may hold the old ones
         self._flush_lock = threading.RLock()
         for interned in (self._scopes, self._stacks, self._contexts):
-            interned.written = 0
+            interned.begin_again()
         del self._events[:]  # the parent writes these
         self._rows, self._requests = {}, 0
         self.events_written = self.events_dropped = 0

@@ -384,6 +384,7 @@ class Session:
         request = _Request(ledger.now_us)
         start_us = ledger.now_us()
         outcome = "ok"
+        scope = ledger.scope(self._place.get().scope, "request", name)
         try:
             with self.scope("request", name):
                 yield request
@@ -401,6 +402,7 @@ class Session:
                 request.outcome or outcome,
             )
             self._note_boundary(ledger.request(row))
+            (ledger if self._cuda is None else self._cuda).over(scope)
 
     def _note_boundary(self, request: int) -> None:
         """What CUDA's allocator says after a request, if it is in use."""
