@@ -100,14 +100,15 @@ def replayed(
     return outcome, conditions(requests, setup)
 
 
-def conditions(requests: Requests, setup: Setup) -> list[str]:
-    """What a replay takes for granted, in words."""
+def conditions(requests: Requests, setup: Setup, option: str | None = None) -> list[str]:
+    """What a replay takes for granted, in words; ``option``: how to give a size that it lacks."""
     torch = ".".join(map(str, setup.torch))
     rules = f"By the rules of torch {torch}"
     if version_of(requests.process) is None:
         rules += ", since the run doesn't say which it had"
     if setup.total == ENDLESS:
-        notes = [f"{rules}; without a limit, since the size of the device isn't known."]
+        hint = f" ({option})" if option else ""
+        notes = [f"{rules}; without a limit, since the size of the device isn't known{hint}."]
     else:
         outside = f", {format_size(setup.outside)} of it used by others" if setup.outside else ""
         notes = [f"{rules}, on a device of {format_size(setup.total)}{outside}."]

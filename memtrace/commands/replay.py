@@ -38,6 +38,7 @@ NAME = "replay"
 HELP = "what another allocator, card or PyTorch would have made of a run"
 
 _OWN = "as recorded"
+_SIZED_BY = "--memory"
 #: So wide that the longest setting of the grid isn't cut.
 _WIDTH = 100
 
@@ -180,13 +181,14 @@ def _compare(
     args: argparse.Namespace,
 ) -> int:
     from memtrace.allocator.sweep import PASSES, ranked, trials
+    from memtrace.analysis.what_if import conditions
 
     one = requests[0]
     passes = PASSES * len(confs) * len(one.ops)
     with _bar(passes, f"{len(confs)} settings") as progress:
         found = trials(one, setup, confs, progress)
     order = ranked(found)
-    notes = [*_others(requests), *_conditions(one, setup)]
+    notes = [*_others(requests), *conditions(one, setup, _SIZED_BY)]
     if args.json:
         print(json.dumps(_document(trace, one, setup, order, notes), indent=2))
         return 0
@@ -251,31 +253,6 @@ def _others(requests: "Sequence[Requests]") -> list[str]:
     ]
 
 
-def _conditions(requests: "Requests", setup: "Setup") -> list[str]:
-    """What the replay took for granted, in words."""
-    from memtrace.allocator.requests import version_of
-    from memtrace.allocator.simulation import ENDLESS
-    from memtrace.sizes import format_size
-
-    torch = ".".join(map(str, setup.torch))
-    rules = f"By the rules of torch {torch}"
-    if version_of(requests.process) is None:
-        rules += ", since the run doesn't say which it had"
-    if setup.total == ENDLESS:
-        notes = [f"{rules}; without a limit, since the size of the device isn't known (--memory)."]
-    else:
-        outside = f", {format_size(setup.outside)} of it used by others" if setup.outside else ""
-        notes = [f"{rules}, on a device of {format_size(setup.total)}{outside}."]
-    if requests.warm:
-        notes.append(
-            f"{requests.warm} blocks were there before the recording; they are asked for first, by "
-            "address: their real order isn't known."
-        )
-    if requests.strange:
-        notes.append(f"{requests.strange} frees of unknown blocks were left out.")
-    return notes
-
-
 def _document(
     trace: "Trace",
     requests: "Requests",
@@ -314,6 +291,7 @@ def _write(
 ) -> int:
     from memtrace.allocator.replay import write_replay
     from memtrace.analysis.recorded import setup_of
+    from memtrace.analysis.what_if import conditions
     from memtrace.sizes import format_size
 
     text, settings = conf
@@ -323,7 +301,8 @@ def _write(
     with _bar(sum(len(one.ops) for one in requests), "replay") as progress:
         outcomes = write_replay(trace, requests, setups, text, args.output, progress)
     each = zip(requests, setups, strict=True)
-    notes = list(dict.fromkeys(note for one, setup in each for note in _conditions(one, setup)))
+    found = (note for one, setup in each for note in conditions(one, setup, _SIZED_BY))
+    notes = list(dict.fromkeys(found))
     if args.json:
         document = {
             "schema": 1,
@@ -354,12 +333,13 @@ def _bounds(
     trace: "Trace", requests: "Sequence[Requests]", setup: "Setup", args: argparse.Namespace
 ) -> int:
     from memtrace.allocator.stream_ordered import bounds
+    from memtrace.analysis.what_if import conditions
 
     if args.output is not None or args.sweep or args.conf:
         raise MemtraceError("--allocator async gives bounds only: no -o, --sweep or --conf")
     one = requests[0]
     found = bounds(one, setup)
-    notes = [*_others(requests), *_conditions(one, setup)]
+    notes = [*_others(requests), *conditions(one, setup, _SIZED_BY)]
     if args.json:
         document = {
             "schema": 1,

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from memtrace.allocator.requests import requests_of
 from memtrace.allocator.simulation import ENDLESS, Setup
 from memtrace.analysis.accounts import accounts
-from memtrace.analysis.what_if import Change, replayed
+from memtrace.analysis.what_if import Change, conditions, replayed
 from memtrace.devices import catalogue
 from memtrace.errors import MemtraceError
 from memtrace.trace.reader import open_trace
@@ -67,5 +68,7 @@ def test_what_ran_on_a_cpu_has_no_limit(tmp_path: Path) -> None:
     trace = open_trace(prefill().write(tmp_path / "run"))
     account = accounts(trace.processes[0])[0]
     _, notes = replayed(trace, account, Change(), tmp_path / "out")
-    assert "without a limit" in notes[0]
+    assert notes[0].endswith("; without a limit, since the size of the device isn't known.")
+    requests = requests_of(account.process, account.device)
+    assert conditions(requests, Setup(), "--memory")[0].endswith("isn't known (--memory).")
     assert Setup().total == ENDLESS
