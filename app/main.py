@@ -12,7 +12,7 @@ from app import live, views
 from app.choice import chosen
 from app.load import Subject, Unbooked
 from app.parts import escaped
-from app.replays import replays
+from app.replays import replays, welcome
 
 st.set_page_config(page_title="memtrace", layout="wide")
 
@@ -40,6 +40,7 @@ def left_out(names: Iterable[str]) -> None:
 pages = [st.Page(partial(show, view), title=view.TITLE, url_path=view.PATH) for view in views.ALL]
 page = st.navigation(pages, position="top")
 began, versions = time.monotonic(), live.recording(sys.argv[1:])
+welcome()
 subjects = chosen([*sys.argv[1:], *(str(one.folder) for one in replays())])
 page.run()
 live.follow(versions, time.monotonic() - began)

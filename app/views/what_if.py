@@ -2,14 +2,13 @@
 
 import shlex
 from collections.abc import Sequence
-from time import monotonic
 
 import pandas as pd
 import streamlit as st
 
-from app.load import MOST, Subject
+from app.load import Subject
 from app.parts import escaped, table
-from app.replays import Replay, of, replay
+from app.replays import Replay, of, replay, wait_for
 from memtrace.allocator.settings import NEWEST, OLDEST
 from memtrace.allocator.sweep import GRID
 from memtrace.analysis.what_if import Change
@@ -51,10 +50,13 @@ def draw(subjects: Sequence[Subject]) -> None:
         )
         torch.selectbox("Rules of torch", [_OWN, *_VERSIONS], key="torch", accept_new_options=True)
         st.form_submit_button("Replay", type="primary", on_click=_replay, args=(subject,))
-    problem = st.session_state.pop("problem", None)
-    if problem is not None:
+    for problem in st.session_state.pop("problems", ()):
         st.error(escaped(problem))
-    made = of(subject)
+    found = of(subject)
+    running = [one for one in found if one.running]
+    if running:
+        _under_way(running)
+    made = [one for one in found if not one.running]
     if made:
         _compared(subject, made)
 
@@ -74,28 +76,18 @@ def _replay(subject: Subject) -> None:
         for key in ("conf", "device", "torch")
     )
     change = Change("" if conf == _NONE else conf, device, torch)
-    events = len(subject.account.account.process.events["id"])
-    text = f"Replaying {escaped(subject.name)}: {escaped(str(change))}"
-    bar = st.progress(0.0, text)
-    done, drawn = 0, monotonic()
+    wait_for(replay(subject, change))
 
-    def progress(more: int) -> None:
-        nonlocal done, drawn
-        done += more
-        if monotonic() - drawn > 0.2:
-            drawn = monotonic()
-            bar.progress(min(done / max(events, 1), 1.0), text)
 
-    try:
-        made = replay(subject, change, progress)
-    except MemtraceError as error:
-        st.session_state["problem"] = str(error)
-        return
-    finally:
-        bar.empty()
-    shown = st.session_state["run"]
-    if made.name not in shown and len(shown) < MOST:
-        st.session_state["run"] = [*shown, made.name]
+@st.fragment(run_every=0.5)
+def _under_way(running: Sequence[Replay]) -> None:
+    """How far they are; once one has ended the page is drawn anew, with the run that it made."""
+    for number, one in enumerate(running):
+        bar, cancel = st.columns([6, 1], vertical_alignment="bottom")
+        bar.progress(one.share, f"Replaying {escaped(one.name)}")
+        cancel.button("Cancel", key=f"cancel {number}", on_click=one.cancel)
+    if not all(one.running for one in running):
+        st.rerun()
 
 
 def _compared(subject: Subject, made: Sequence[Replay]) -> None:
@@ -125,16 +117,17 @@ def _outcomes(subject: Subject, made: Sequence[Replay]) -> pd.DataFrame:
             f"{len(account.ooms):,}",
         )
     ]
-    for one in made:
-        rows.append(
-            (
-                str(one.change),
-                format_size(one.outcome.reserved_peak),
-                format_size(one.outcome.allocated_peak),
-                f"{one.outcome.retries:,}",
-                f"{one.outcome.failures:,}",
-            )
+    rows += [
+        (
+            str(one.change),
+            format_size(outcome.reserved_peak),
+            format_size(outcome.allocated_peak),
+            f"{outcome.retries:,}",
+            f"{outcome.failures:,}",
         )
+        for one in made
+        if (outcome := one.outcome) is not None
+    ]
     columns = ["run", "reserved at most", "allocated at most", "retries", "failed"]
     return pd.DataFrame(rows, columns=columns).set_index("run")
 

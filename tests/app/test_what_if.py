@@ -1,13 +1,18 @@
 """The page that replays a run under another allocator."""
 
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import Popen
+from typing import Any
 
 import pytest
 
 pytest.importorskip("streamlit")
 
 import streamlit as st
+from streamlit.testing.v1 import AppTest
 
 from app.replays import replays
 from app.views.fragmentation import PATH as FRAGMENTATION
@@ -15,6 +20,16 @@ from app.views.what_if import PATH
 from tests.analysis.simulated import MiB, Program
 from tests.app.opening import opened, words
 from tests.synthetic import prefill
+
+
+def replayed(app: AppTest) -> AppTest:
+    """The page once the button was pressed and what it started has ended."""
+    app.button[0].click().run()
+    deadline = time.monotonic() + 60
+    while any(one.label == "Cancel" for one in app.button) and time.monotonic() < deadline:
+        time.sleep(0.1)
+        app.run()
+    return app
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +53,7 @@ def run(tmp_path: Path) -> Path:
 def test_a_replay_is_shown_beside_the_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     app = opened(monkeypatch, [str(run)], PATH)
     app.selectbox(key="conf").select("expandable_segments:True")
-    app.button[0].click().run()
+    replayed(app)
     assert not app.error and not app.exception
     table = app.table[0].value
     assert table.index.str.replace("\\", "").tolist() == ["as recorded", "expandable_segments:True"]
@@ -56,10 +71,29 @@ def test_a_replay_is_shown_beside_the_run(run: Path, monkeypatch: pytest.MonkeyP
 def test_a_replay_is_made_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     app = opened(monkeypatch, [str(run)], PATH)
     app.selectbox(key="device").select("l4-24g")
-    app.button[0].click().run()
-    app.button[0].click().run()
+    replayed(app)
+    replayed(app)
     assert [one.change.device for one in replays()] == ["l4-24g"]
     assert app.table[0].value["failed"].tolist() == ["1", "0"]
+
+
+def test_a_replay_under_way_says_how_far_it_is_and_is_cancelled(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = "import time; print('{\"done\": 5}', flush=True); time.sleep(60)"
+
+    def stand_in(_words: list[str], **options: Any) -> Popen[str]:
+        return Popen([sys.executable, "-c", started], **options)
+
+    monkeypatch.setattr("app.replays.Popen", stand_in)
+    app = opened(monkeypatch, [str(run)], PATH)
+    app.button[0].click().run()
+    [bar] = app.get("progress")
+    assert bar.proto.text == "Replaying pieces, as recorded"
+    [cancel] = [one for one in app.button if one.label == "Cancel"]
+    cancel.click().run()
+    assert not app.error and not app.table and not app.get("progress")
+    assert app.multiselect(key="run").value == ["pieces"]
 
 
 def test_a_run_of_a_cpu_is_replayed_on_a_gpu(
@@ -67,7 +101,7 @@ def test_a_run_of_a_cpu_is_replayed_on_a_gpu(
 ) -> None:
     cpu = prefill().write(tmp_path / "tide.memtrace")
     app = opened(monkeypatch, [str(cpu)], PATH)
-    app.button[0].click().run()
+    replayed(app)
     table = app.table[0].value
     assert table["reserved at most"].tolist() == ["no allocator", "6.0 MiB"]
     app = opened(monkeypatch, [str(cpu)], FRAGMENTATION)
@@ -78,7 +112,7 @@ def test_what_cannot_be_replayed_is_said(run: Path, monkeypatch: pytest.MonkeyPa
     app = opened(monkeypatch, [str(run)], PATH)
     app.selectbox(key="conf").select("large_segment_size_mb:32")
     app.selectbox(key="torch").select("2.1")
-    app.button[0].click().run()
+    replayed(app)
     [said] = [error.value.replace("\\", "") for error in app.error]
     assert said.startswith("'large_segment_size_mb' is no setting of torch 2.1's allocator")
     assert not replays() and not app.table
@@ -90,5 +124,5 @@ def test_of_several_runs_one_is_replayed(
     cpu = prefill().write(tmp_path / "tide.memtrace")
     app = opened(monkeypatch, [str(run), str(cpu)], PATH, replay="tide")
     assert app.selectbox(key="replay").value == "tide"
-    app.button[0].click().run()
+    replayed(app)
     assert app.multiselect(key="run").value == ["pieces", "tide", "tide, as recorded"]
