@@ -7,6 +7,7 @@
     live.py       follows runs that are being recorded
     replays.py    runs that readers made by replaying, shown like any other
     replaying.py  the process that makes one of them
+    offline.py    the same charts as one page without a server (``memtrace export --to html``)
     views/        one module a page
     figures/      pure functions from analysis to a Plotly figure; ``style.py`` is how all look
     frames*.py    pure functions from analysis to a table

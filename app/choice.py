@@ -3,7 +3,6 @@
 The choice is part of the address, so that a link shows the same.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -12,7 +11,7 @@ import streamlit as st
 
 from app.load import MOST, Run, Subject, Unbooked, load
 from app.parts import escaped
-from memtrace.analysis.summary import ProcessSummary, Summary
+from memtrace.analysis.summary import Summary
 from memtrace.errors import MemtraceError
 from memtrace.trace import SUFFIX
 
@@ -56,20 +55,12 @@ def _label(folder: str, folders: Sequence[str]) -> str:
 
 
 def _subjects(name: str, run: Run) -> list[Subject] | list[Unbooked]:
-    """The primary account, or the process that answered most, unless the reader chooses others."""
+    """The primary account, or what answered most requests, unless the reader chooses others."""
     summary = run.summary
     if not summary.accounts:
-        answered = Counter(request.pid for request in summary.requests)
-        processes = [one for one in summary.processes if one.pid in answered]
-        processes.sort(key=lambda one: -answered[one.pid])
-        named = {_process(one, summary): one for one in processes}
-        return [run.unbooked(*pair) for pair in _picked(name, named).items()]
-    accounts = {
-        f"{_process(process, summary)}, {one.device}": one
-        for one in summary.accounts
-        for process in summary.processes
-        if process.folder == one.folder
-    }
+        answered = {_place(one.process.folder.name, one.device, summary): one for one in run.served}
+        return [run.unbooked(*pair) for pair in _picked(name, answered).items()]
+    accounts = {_place(one.folder, one.device, summary): one for one in summary.accounts}
     return [run.subject(*pair) for pair in _picked(name, accounts).items()]
 
 
@@ -90,9 +81,12 @@ def _picked(name: str, among: Mapping[str, _Part]) -> dict[str, _Part]:
     return {name if alone else f"{name}, {one}": among[one] for one in places}
 
 
-def _process(process: ProcessSummary, summary: Summary) -> str:
-    """``rank 0``; without a rank, the process by its id or what else names it."""
+def _place(folder: str, device: str, summary: Summary) -> str:
+    """``rank 0, cuda:0``; without a rank, the process by its id or what else names it."""
+    processes = summary.processes
+    [process] = [one for one in processes if one.folder == folder]
+    alone = sum(one.pid == process.pid for one in processes) == 1
+    whose = f"process {process.pid if alone else process.folder}"
     if process.rank is not None:
-        return f"rank {process.rank}"
-    alone = sum(one.pid == process.pid for one in summary.processes) == 1
-    return f"process {process.pid if alone else process.folder}"
+        whose = f"rank {process.rank}"
+    return f"{whose}, {device}"

@@ -7,7 +7,8 @@ from typing import Any
 
 import streamlit as st
 
-from memtrace.analysis.summary import AccountSummary, ProcessSummary, Summary, summarise
+from memtrace.analysis.boundaries import Served, served
+from memtrace.analysis.summary import AccountSummary, Summary, summarise
 from memtrace.errors import MemtraceError, TraceError
 from memtrace.trace.reader import open_trace
 
@@ -27,11 +28,11 @@ class Subject:
 
 @dataclass(frozen=True)
 class Unbooked:
-    """One process of a run that booked no allocation, but answered requests."""
+    """One device and one process of a run that booked no allocation, but answered requests."""
 
     name: str  # as a subject's
     summary: Summary
-    process: str  # its folder in the run
+    served: Served
     key: Hashable  # as a subject's
 
 
@@ -49,6 +50,7 @@ class Run:
     folder: str
     version: Hashable
     summary: Summary
+    served: tuple[Served, ...]  # of a run without accounts, what answered most first
 
     def subject(self, name: str, account: AccountSummary) -> Subject:
         """One of the run's accounts, by a name of the caller's choice."""
@@ -57,9 +59,10 @@ class Run:
         key = (self.folder, self.version, account.folder, account.device)
         return Subject(name, summary, account, key)
 
-    def unbooked(self, name: str, process: ProcessSummary) -> Unbooked:
-        """One of the processes of a run without accounts, by a name of the caller's choice."""
-        return Unbooked(name, self.summary, process.folder, (self.folder, self.version, process))
+    def unbooked(self, name: str, one: Served) -> Unbooked:
+        """What one process of a run without accounts answered, by a name of the caller's choice."""
+        key = (self.folder, self.version, one.process.folder.name, one.device)
+        return Unbooked(name, self.summary, one, key)
 
 
 def version(folder: str) -> Hashable:
@@ -95,7 +98,9 @@ def load(folder: str) -> Run:
         MemtraceError: it is missing or damaged, or saw neither a tensor nor a request.
     """
     now = version(folder)  # before reading: what is written meanwhile makes another version
-    summary = summarise(open_trace(folder))
-    if summary.primary is None and not summary.requests:
+    trace = open_trace(folder)
+    summary = summarise(trace)
+    answered = () if summary.accounts else tuple(served(trace))
+    if not summary.accounts and not answered:
         raise MemtraceError(f"{summary.name} saw no tensor, so there is nothing to draw")
-    return Run(folder, now, summary)
+    return Run(folder, now, summary, answered)

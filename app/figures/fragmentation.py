@@ -10,9 +10,11 @@ import plotly.graph_objects as go
 
 from app.figures.grid import axes_of, dress_grid, grid, mark
 from app.figures.style import Look, Unit, unit_of
-from memtrace.analysis.occupancy import Course, Occupancy, Stop
+from memtrace.analysis.accounts import Account
+from memtrace.analysis.occupancy import Course, Occupancy, Stop, course, occupancy
 from memtrace.analysis.places import Place
-from memtrace.analysis.segments import SMALL_SEGMENT, Layout, State
+from memtrace.analysis.places import place as place_of
+from memtrace.analysis.segments import SMALL_SEGMENT, Layout, State, layout_at
 from memtrace.components import COLOURS, TENSOR_COMPONENTS, base
 from memtrace.sizes import format_size
 
@@ -24,6 +26,8 @@ _HOVERED, _POINTS = 500, 48
 #: Rows of the map over time, and how many pixels each of its parts takes: the map, what is
 #: unused, the ratio.
 ADDRESSES = 96
+#: Spans of time that are looked at.
+SPANS = 200
 _HEIGHTS = (260, 220, 120)
 #: What is no component, by its pattern; all in the colour of the allocator.
 _PATTERNS = {"slack": "|", "pending": ".", "hard": "/", "releasable": "-", "private": "x"}
@@ -41,6 +45,19 @@ class Instant:
     place: Place  # of the event
     places: Mapping[int, str]  # where the blocks were allocated, by their scope
 
+    @classmethod
+    def of(cls, name: str, account: Account, stop: Stop) -> "Instant":
+        """An account at one of the stops of its course."""
+        process = account.process
+        layout = layout_at(account, stop.event) or Layout.none()
+        scope = process.contexts["scope"][process.events["context"][stop.event]]
+        places = {
+            int(number): str(place_of(process, number))
+            for number in set(layout.blocks.scope)
+            if number >= 0
+        }
+        return cls(name, stop, layout, place_of(process, int(scope)), places)
+
 
 @dataclass(frozen=True)
 class History:
@@ -50,6 +67,23 @@ class History:
     course: Course
     occupancy: Occupancy
     time_us: Mapping[str, np.ndarray]  # of "retries" and "ooms"
+
+    @classmethod
+    def of(cls, name: str, account: Account) -> "History | None":
+        """An account in so many spans as are looked at; None: it has no segments."""
+        found = course(account, SPANS)
+        if found is None:
+            return None
+        marked = {"retries": account.time_us[found.retries], "ooms": account.time_us[found.ooms]}
+        return cls(name, found, occupancy(account, ADDRESSES, found.edges_us), marked)
+
+    @property
+    def telling(self) -> int:
+        """The span of the last failure, or else of the peak of allocated."""
+        failed = self.time_us["ooms"]
+        if len(failed):
+            return self.course.span_of(int(failed[-1]))
+        return max(range(SPANS), key=lambda span: self.course.stops[span].parts.allocated)
 
 
 # -- at one instant --------------------------------------------------------------------------------
@@ -242,9 +276,9 @@ def describe(one: Instant) -> str:
 # -- over time -------------------------------------------------------------------------------------
 
 
-def over_time(histories: Sequence[History], chosen: int, look: Look) -> go.Figure:
+def over_time(histories: Sequence[History], chosen: Sequence[int], look: Look) -> go.Figure:
     """Of each run: addresses by time, coloured by how much of them is used; what is unused, and
-    the largest free block; and the fragmentation ratio. A line marks the ``chosen`` span."""
+    the largest free block; and the fragmentation ratio. A line marks each one's ``chosen`` span."""
     figure, columns, height = grid([one.name for one in histories], _HEIGHTS)
     unit = unit_of(_unused(stop) for one in histories for stop in one.course.stops)
     span = unit_of(int(one.occupancy.edges[-1]) for one in histories)
@@ -267,8 +301,8 @@ def over_time(histories: Sequence[History], chosen: int, look: Look) -> go.Figur
             for part, title in enumerate(titles):
                 figure.update_yaxes(title_text=title, row=row + part, col=column)
     _match_parts(figure, len(histories), columns)
-    times = [one.course.stops[chosen].time_us / 1e6 for one in histories]
-    mark(figure, times, columns, parts, look.ink)
+    stops = [one.course.stops[span] for one, span in zip(histories, chosen, strict=True)]
+    mark(figure, [stop.time_us / 1e6 for stop in stops], columns, parts, look.ink)
     dress_grid(figure, look, height)
     figure.update_xaxes(showgrid=False)
     figure.update_yaxes(rangemode="tozero", zeroline=False)
@@ -386,4 +420,14 @@ def _steps(name: str, time: np.ndarray, size: np.ndarray, unit: Unit, **options:
         line_shape="hv",
         hovertemplate=f"%{{y:,.2f}} {unit.name}",
         **options,
+    )
+
+
+def describe_course(one: History) -> str:
+    """A run over its time in words and numbers, for who can't see it."""
+    most = max(one.course.stops, key=lambda stop: stop.parts.hard)
+    return (
+        f"{one.name}: at most {format_size(most.parts.hard)} free in pieces after "
+        f"{most.time_us / 1e6:.2f} s, {100 * most.parts.ratio:.1f} % of what was reserved; "
+        f"{len(one.course.retries)} retries, {len(one.course.ooms)} failures."
     )

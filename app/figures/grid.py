@@ -72,6 +72,9 @@ def dress_grid(figure: go.Figure, look: Look, height: int) -> None:
         if trace.showlegend is None:
             trace.showlegend = trace.name not in named
             named.add(trace.name)
+    for axis in (*figure.select_xaxes(), *figure.select_yaxes()):
+        if axis.matches == axis.plotly_name.replace("axis", ""):
+            axis.matches = None  # Plotly complains of an axis that is like itself
     dress(figure, look, height + _TOP + _BELOW, top=_TOP)
     figure.update_layout(
         margin_b=_BELOW,

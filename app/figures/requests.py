@@ -216,7 +216,7 @@ def _slope(one: Workload, measure: Measure, unit: Unit, look: Look) -> Iterator[
     found = measure.slope
     if found.points < FEWEST:
         return
-    at = one.counted
+    at = one.counted[measure.since :]
     beyond = np.arange(len(at)) - (len(at) - 1) / 2
     middle = _middle(one, measure)
     if isfinite(found.low) and isfinite(found.high):
@@ -248,12 +248,12 @@ def _slope(one: Workload, measure: Measure, unit: Unit, look: Look) -> Iterator[
 
 def _middle(one: Workload, measure: Measure) -> float:
     """Through which all slopes go, in bytes."""
-    return float(np.median(one.values(measure.name)[one.counted]))
+    return float(np.median(one.values(measure.name)[one.counted[measure.since :]]))
 
 
 def _end(one: Workload, measure: Measure) -> float:
     """The outer one of where the slope ends and of the last value, in bytes."""
-    end = _middle(one, measure) + measure.slope.value * (len(one.counted) - 1) / 2
+    end = _middle(one, measure) + measure.slope.value * (len(one.counted) - measure.since - 1) / 2
     return min(end, measure.last) if measure.name == "allocated" else max(end, measure.last)
 
 

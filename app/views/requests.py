@@ -16,14 +16,13 @@ from app.load import BY_SUBJECT, MOST, Subject, Unbooked
 from app.parts import Gestures, chart, escaped, link, look, table
 from app.views import timeline
 from memtrace.analysis.alignment import by_time
-from memtrace.analysis.boundaries import Served, served, served_on
+from memtrace.analysis.boundaries import Served, served_on
 from memtrace.analysis.instants import Answered, look_at
 from memtrace.analysis.persistence import MEASURES, Persistence, persistence
 from memtrace.errors import MemtraceError
 from memtrace.sizes import STEADY, parse_rate
 from memtrace.steadiness import counted, counters, verdict
 from memtrace.trace.manifest import Knowledge
-from memtrace.trace.reader import open_trace
 
 TITLE, PATH = "Requests", "requests"
 
@@ -206,8 +205,7 @@ def _served(subject: Subject | Unbooked) -> Served:
     if isinstance(subject, Subject):
         one = subject.account
         return served_on(one.account.process, one.device, one.memory, one.account)
-    processes = served(open_trace(subject.summary.folder))
-    return next(one for one in processes if one.process.folder.name == subject.process)
+    return subject.served
 
 
 @st.cache_resource(max_entries=2 * MOST, hash_funcs=BY_SUBJECT, show_spinner="Judging requests")

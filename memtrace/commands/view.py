@@ -12,8 +12,6 @@ from memtrace.errors import MemtraceError
 NAME = "view"
 HELP = "look at runs in a browser"
 
-_NEEDED = ("streamlit", "plotly", "pandas")
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
@@ -35,13 +33,22 @@ def run(args: argparse.Namespace) -> int:
     folders = []
     for path in args.runs:
         folders.append(str(open_trace(path).folder.resolve()))
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    need("streamlit", "plotly", "pandas")
+    # The server takes this process's place, so a signal to memtrace is a signal to it.
+    os.execv(sys.executable, _server(folders, args.port, args.no_browser))
+
+
+def need(*packages: str) -> None:
+    """Make sure that what draws is installed.
+
+    Raises:
+        MemtraceError: some of it isn't.
+    """
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise MemtraceError(
             f"the viewer needs {' and '.join(missing)}; install it with pip install 'tidekv[app]'"
         )
-    # The server takes this process's place, so a signal to memtrace is a signal to it.
-    os.execv(sys.executable, _server(folders, args.port, args.no_browser))
 
 
 def _server(folders: list[str], port: int | None, no_browser: bool) -> list[str]:

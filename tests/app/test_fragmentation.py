@@ -145,7 +145,7 @@ def test_nothing_reserved_is_an_empty_map(run: Path) -> None:
 
 def test_curves_are_the_parts_at_each_stop(run: Path) -> None:
     history = history_of(run)
-    figure = over_time([history], 3, LIGHT)
+    figure = over_time([history], [3], LIGHT)
     stops = history.course.stops
     for kind in ("hard", "pending"):
         expected = [getattr(stop.parts, kind) / MiB for stop in stops]
@@ -159,7 +159,7 @@ def test_curves_are_the_parts_at_each_stop(run: Path) -> None:
 
 def test_the_map_over_time_is_blank_where_nothing_was_reserved(run: Path) -> None:
     history = history_of(run)
-    share = drawn(over_time([history], 0, LIGHT), "used").z
+    share = drawn(over_time([history], [0], LIGHT), "used").z
     assert np.isnan(share[-1, 0]) and not np.isnan(share[0, -1])
     assert np.nanmax(share) == pytest.approx(100)
 
@@ -167,7 +167,7 @@ def test_the_map_over_time_is_blank_where_nothing_was_reserved(run: Path) -> Non
 def test_eight_runs_have_three_parts_each(run: Path) -> None:
     history = history_of(run)
     eight = [History(f"run{n}", *list(vars(history).values())[1:]) for n in range(8)]
-    figure = over_time(eight, 0, LIGHT)
+    figure = over_time(eight, [0] * 8, LIGHT)
     assert len(figure.layout.shapes) == 24
     assert sum(trace.type == "heatmap" for trace in figure.data) == 8
 

@@ -60,6 +60,7 @@ def unbooked(requests: int = 12) -> History:
             "device": "cuda:0",
             "allocated": 16 * MiB,
             "reserved": (20 + 8 * max(number - 3, 0)) * MiB,
+            "reserved_peak": (20 + 8 * max(number - 3, 0)) * MiB,
             "retries": int(number >= 2),
             "ooms": 0,
         }
