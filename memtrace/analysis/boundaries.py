@@ -94,22 +94,25 @@ class Served:
 
 
 def served(trace: Trace) -> list[Served]:
-    """Every process of a run that answered requests, the one that answered most first.
+    """Every process of a run that answered requests, the one that answered most first, with each
+    of the GPUs that it used, the fullest first; without one, with the CPU.
 
     Raises:
         TraceError: its tables are damaged.
     """
-    found = [one for process in trace.processes if (one := _served(trace, process)) is not None]
+    found = [one for process in trace.processes for one in _served(trace, process)]
     return sorted(found, key=lambda one: -len(one.boundaries))
 
 
-def _served(trace: Trace, process: ProcessTrace) -> Served | None:
+def _served(trace: Trace, process: ProcessTrace) -> Iterator[Served]:
     if len(process.requests["name"]) == 0:
-        return None
-    known = accounts(process)
-    device = known[0].device if known else _fullest(process)
-    account = known[0] if known else None
-    return served_on(process, device, process_memory(trace, process, device), account)
+        return
+    known = sorted(accounts(process), key=lambda one: one.rank)
+    booked: dict[str, Account | None] = {
+        one.device: one for one in known if one is known[0] or one.device.startswith("cuda")
+    }
+    for device, account in (booked or dict.fromkeys(_fullest(process))).items():
+        yield served_on(process, device, process_memory(trace, process, device), account)
 
 
 def served_on(
@@ -125,12 +128,14 @@ def served_on(
     return Served(process, device, memory, account, tuple(rows))
 
 
-def _fullest(process: ProcessTrace) -> str:
-    """The CUDA device that reserved most; without one, the CPU."""
+def _fullest(process: ProcessTrace) -> list[str]:
+    """The CUDA devices that reserved memory, the one that reserved most first; else the CPU."""
     table = process.boundaries
-    peaks = zip(table["device"], _numbers(table["reserved_peak"]), strict=True)
-    reserved = [(peak or 0, device) for device, peak in peaks]
-    return max(reserved, default=(0, "cpu"))[1]
+    peaks: dict[str, int] = {}
+    for device, peak in zip(table["device"], _numbers(table["reserved_peak"]), strict=True):
+        peaks[device] = max(peaks.get(device, 0), peak or 0)
+    found = sorted(peaks, key=lambda device: -peaks[device])
+    return [device for device in found if peaks[device]] or found[:1] or ["cpu"]
 
 
 def _numbers(column: Any) -> list[int | None]:

@@ -119,6 +119,21 @@ def test_where_nothing_was_booked_nothing_is_decided(tmp_path: Path) -> None:
     assert judge(history, tmp_path / "again", rss=True).verdict is Stability.PLATEAU
 
 
+def test_each_gpu_is_judged(tmp_path: Path) -> None:
+    """A leak on another card than the fullest; the host's tensors aren't all seen then."""
+    history = History()
+    history.alloc(64 * MiB, "model", device="cuda:0")
+    history.alloc(MiB, "other")
+    for number in range(20):
+        history.alloc(64 * KiB, "Hidden", device="cuda:1")
+        history.request(f"r{number}", prompt_tokens=64)
+    found = served(open_trace(history.write(tmp_path / "run")))
+    assert [(one.device, persistence(one, limit=LIMIT).verdict) for one in found] == [
+        ("cuda:0", Stability.PLATEAU),
+        ("cuda:1", Stability.GROWING),
+    ]
+
+
 def test_what_changes_its_component_grows_as_what_it_is(tmp_path: Path) -> None:
     def leak(history: History, number: int) -> None:
         history.retag(history.alloc(MiB, "Temp"), "KV_res/compact")
