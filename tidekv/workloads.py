@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from tidekv.errors import TidekvError
 
@@ -118,7 +118,7 @@ def _parsed(line: str) -> Request:
     )
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: Any) -> TypeGuard[str]:
     """Not empty, and no half of a surrogate pair, which JSON can spell and nothing can print."""
     return isinstance(value, str) and value != "" and not _SURROGATE.search(value)
 
