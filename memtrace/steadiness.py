@@ -26,10 +26,10 @@ def steadiness(trace: Trace, found: Sequence[Persistence], top: int) -> Group:
             Text(),
             _measures(one),
             Text(),
-            *map(Text, counters(one)),
-            Text(),
-            Text(verdict(one), style="bold"),
         ]
+        if told := [Text(line) for line in counters(one)]:
+            parts += [*told, Text()]
+        parts.append(Text(verdict(one), style="bold"))
         if one.growing and top:
             parts += [Text(), _growing(one.growing, top)]
     return Group(*parts)
