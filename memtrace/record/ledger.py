@@ -9,7 +9,7 @@ import os
 import threading
 import weakref
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from struct import Struct
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from memtrace.record.interned import Interned
 from memtrace.trace.schema import TABLES, Action
 from memtrace.trace.writer import TableWriter
 
@@ -84,46 +85,6 @@ class Frame:
         self.inner: dict[Any, Frame] = {}
 
 
-class _Interned:
-    """Rows numbered from 0 in order of appearance, and which of them are not yet written.
-
-    Args:
-        forgotten: what a forked child, which writes all of them again, has for those that are gone.
-    """
-
-    def __init__(self, forgotten: tuple[Any, ...]) -> None:
-        self._numbers: dict[tuple[Any, ...], int] = {}
-        self.rows: dict[int, tuple[Any, ...]] = {}
-        self._forgotten = forgotten
-        self._next = 0
-        self._new: list[tuple[Any, ...]] = []
-
-    def number(self, row: tuple[Any, ...]) -> int:
-        found = self._numbers.get(row)
-        if found is None:
-            # The row stands before anyone can learn its number.
-            found, self._next = self._next, self._next + 1
-            self.rows[found] = row
-            self._new.append(row)
-            self._numbers[row] = found
-        return found
-
-    def take_new(self) -> list[tuple[Any, ...]]:
-        """The rows that are to be written next."""
-        new = self._new[:]
-        del self._new[: len(new)]
-        return new
-
-    def forget(self, numbers: Iterable[int]) -> None:
-        """Nobody will ask for these again, and they are written: an equal row gets a new number."""
-        for number in numbers:
-            del self._numbers[self.rows.pop(number)]
-
-    def begin_again(self) -> None:
-        """Write every row once more, those that are gone as one that stands for them."""
-        self._new = [self.rows.get(number, self._forgotten) for number in range(self._next)]
-
-
 class Ledger:
     """Interns, buffers and writes the events of one process.
 
@@ -151,9 +112,9 @@ class Ledger:
         self._requests = 0
         self._pid = os.getpid()
         self._next_id = count(1).__next__
-        self._scopes = _Interned((0, "op", _FORGOTTEN))
-        self._contexts = _Interned((int(Action.FREE), "cpu", 0, None, "other", None, 0, _NO_STACK))
-        self._stacks = _Interned(([],))
+        self._scopes = Interned((0, "op", _FORGOTTEN))
+        self._contexts = Interned((int(Action.FREE), "cpu", 0, None, "other", None, 0, _NO_STACK))
+        self._stacks = Interned(([],))
         self._frames: dict[tuple[str, int, bool], Frame] = {}
         self._texts = count()
         self._by_text: dict[str, Frame] = {}
