@@ -179,7 +179,9 @@ def persistence(
     grouped = comparable(lengths) is lengths
     warmup = _warmup(lengths, warmup_cycles, grouped=grouped)
     counted = tuple(row for row in rows[warmup:] if row.outcome == "ok")
-    return Persistence(one, limit, warmup, counted, grouped, rss)
+    # What was asked after the last ones may be lost, where a process was killed.
+    told = tuple(row for row in counted if row.allocated is not None)
+    return Persistence(one, limit, warmup, told or counted, grouped, rss)
 
 
 def _groups(rows: Sequence[Boundary], grouped: bool) -> Sequence[int | None]:

@@ -13,7 +13,7 @@ from memtrace.analysis.growth import growing_allocations
 from memtrace.analysis.persistence import Persistence, persistence
 from memtrace.analysis.stability import Stability
 from memtrace.trace.reader import open_trace
-from memtrace.trace.schema import Action
+from memtrace.trace.schema import TABLES, Action
 from tests.analysis.simulated import MiB, Program
 from tests.synthetic import History
 
@@ -132,6 +132,25 @@ def test_each_gpu_is_judged(tmp_path: Path) -> None:
         ("cuda:0", Stability.PLATEAU),
         ("cuda:1", Stability.GROWING),
     ]
+
+
+def test_requests_whose_memory_is_lost_don_t_count(tmp_path: Path) -> None:
+    """As of a killed process that only the allocator was asked of."""
+    history = History()
+    for number in range(20):
+        history.sample("rss", MiB)
+        history.request(f"r{number}", prompt_tokens=64)
+        if number < 15:
+            history.rows["boundaries"].append(boundary(number, allocated=number * MiB))
+    one = judge(history, tmp_path / "run")
+    assert (one.verdict, len(one.counted)) == (Stability.GROWING, 14)
+
+
+def boundary(request: int, allocated: int) -> tuple[Any, ...]:
+    """A row of what the allocator says after a request."""
+    known = {"request": request, "device": "cuda:0", "allocated": allocated, "reserved": allocated}
+    known["reserved_peak"] = allocated
+    return tuple(known.get(name) for name in TABLES["boundaries"].names)
 
 
 def test_what_changes_its_component_grows_as_what_it_is(tmp_path: Path) -> None:
