@@ -1,7 +1,10 @@
 """The viewer's server: reads the runs, and answers once they are read."""
 
+import signal
 import sys
+from contextlib import suppress
 
+from click import Abort
 from streamlit.web import cli
 
 import app.views  # noqa: F401 - which the first page would wait for
@@ -31,7 +34,10 @@ def main(words: list[str]) -> None:
         prepare(words[end + 1 :])
     except TraceError as error:
         sys.exit(f"memtrace: {error}")
-    cli.main([*words[:end], *_THEME, _QUIET, *words[end:]], prog_name="memtrace view")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was replayed is removed
+    with suppress(Abort):  # Ctrl-C
+        streamlit = [*words[:end], *_THEME, _QUIET, *words[end:]]
+        cli.main(streamlit, prog_name="memtrace view", standalone_mode=False)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def need(*packages: str) -> None:
 
 def _server(folders: list[str], port: int | None, no_browser: bool) -> list[str]:
     """The command line of the server; -P keeps what lies in the current folder out of its way."""
-    page = Path(memtrace.__file__).parent.parent / "app" / "main.py"
+    page = Path(memtrace.__file__).parent.parent / "app" / "server.py"
     options = [
         "--server.address=127.0.0.1",
         "--server.fileWatcherType=none",

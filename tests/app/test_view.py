@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -77,13 +78,24 @@ def test_a_missing_viewer_is_said_with_the_command_that_installs_it(
     )
 
 
-def test_ctrl_c_ends_the_server_quietly(run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_server_quietly(sent: signal.Signals, run: Path, tmp_path: Path) -> None:
     with serving(tmp_path, run) as (server, url):
-        server.send_signal(signal.SIGINT)
+        server.send_signal(sent)
         out, _ = server.communicate(timeout=30)
     assert server.returncode == 0
     assert url in out
     assert "Traceback" not in out
+
+
+def test_each_page_knows_where_the_server_is(run: Path, tmp_path: Path) -> None:
+    with serving(tmp_path, run) as (_, url):
+        for path in ("", "/timeline", "/overview?run=tide"):
+            with urllib.request.urlopen(url + path) as answer:
+                text = answer.read().decode()
+            assert "BACKEND_BASE_URL: location.origin" in text
+            [script] = re.findall(r"static/js/PlotlyChart[^\"]+", text)
+            urllib.request.urlopen(f"{url}/{script}").close()
 
 
 def test_a_run_that_only_reading_shows_to_be_damaged_ends_the_server(tmp_path: Path) -> None:
