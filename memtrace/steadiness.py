@@ -42,12 +42,14 @@ def counted(one: Persistence) -> str:
     mix = ""
     if lengths:
         spread = f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,} to {lengths[-1]:,}"
-        mix = f" of {spread} tokens ({len(lengths)} lengths)"
+        several = f" ({len(lengths)} lengths)" if len(lengths) > 1 else ""
+        mix = f" of {spread} tokens{several}"
     failed = len(rows) - one.answered
     missed = f", {failed:,} failed" if failed else ""
     like = ", each length by itself" if one.grouped and len(lengths) > 1 else ""
+    number = "1 request" if len(rows) == 1 else f"{len(rows):,} requests"
     return (
-        f"{len(rows):,} requests{mix}, {one.answered:,} answered{missed} · "
+        f"{number}{mix}, {one.answered:,} answered{missed} · "
         f"warm-up {one.warmup:,}, {len(one.counted):,} count{like}"
     )
 

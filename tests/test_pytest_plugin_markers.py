@@ -455,6 +455,12 @@ def test_requests_of_its_own():
         with scopes.request(str(n), prompt_tokens=n % 3):
             serve(leak=65536)
 
+@pytest.mark.memory_plateau(requests=40, slope="1 MiB/100 requests")
+def test_a_leak_that_begins_late():
+    for n in range(40):
+        with scopes.request(str(n)):
+            serve(leak=65536 * (n >= 26))
+
 @plateau
 def test_too_few():
     for n in range(7):
@@ -473,6 +479,7 @@ def test_undecided():
         "test_leak": "OVER",
         "test_below_the_slope": "PASSED",
         "test_requests_of_its_own": "OVER",
+        "test_a_leak_that_begins_late": "OVER",
         "test_too_few": "FAILED",
         "test_undecided": "FAILED",
     }

@@ -271,7 +271,7 @@ def _add_tables(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="{native, async} x {SnapKV, TideKV}, 150 requests each in one process",
     )
     tables.add_argument(
-        "--workload", type=Path, metavar="FILE", help="other requests (default: 10 cycles of 15)"
+        "--workload", type=Path, metavar="FILE", help="other requests (default: 5 cycles of 30)"
     )
     tables.add_argument("--requests", type=int, default=150, metavar="N", help="the first N only")
     tables.add_argument("--card", default="a100-40g", help="default: %(default)s")

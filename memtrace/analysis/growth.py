@@ -7,7 +7,7 @@ import numpy as np
 
 from memtrace.analysis.accounts import Account
 from memtrace.analysis.lifetimes import Lifetimes
-from memtrace.analysis.places import Place, place
+from memtrace.analysis.places import OUTSIDE, place
 from memtrace.analysis.stability import Slope, slope
 from memtrace.sizes import format_size
 from memtrace.trace.reader import ProcessTrace
@@ -50,19 +50,18 @@ def growing_allocations(
         np.stack([context[start], context[birth]], axis=1),
     )
     levels = held.levels(ends)
-    found: dict[tuple[str | None, Place, tuple[str, ...]], _Levels] = {}
+    found: dict[tuple[str | None, str, tuple[str, ...]], _Levels] = {}
     for (now, made), level in levels.items():
+        where = place(process, int(contexts["scope"][made]))
+        only = where.request is not None and str(where.folded()) == OUTSIDE
         key = (
             contexts["component"][now],
-            place(process, int(contexts["scope"][made])).folded(),
+            "in a request, outside every other scope" if only else str(where.folded()),
             _frames(process, int(contexts["stack"][made])),
         )
         found[key] = found[key] + level if key in found else level
     return _growing(
-        (
-            (component, str(where), stack, level)
-            for (component, where, stack), level in found.items()
-        ),
+        ((component, where, stack, level) for (component, where, stack), level in found.items()),
         groups,
     )
 

@@ -11,7 +11,7 @@ from memtrace.analysis.growth import (
     growing_blocks,
     growing_segments,
 )
-from memtrace.analysis.stability import FEWEST, Slope, Stability, comparable, slope
+from memtrace.analysis.stability import FEWEST, Slope, Stability, comparable, judged_slope
 
 #: What is judged, the first that grows being the cause of the others.
 MEASURES = ("allocated", "reserved", "process")
@@ -131,7 +131,7 @@ class Persistence:
         values = [value for one in self.counted if (value := getattr(one, name)) is not None]
         if not values or len(values) < len(self.counted):
             return None
-        found, since = self._slope(values)
+        found, since = judged_slope(values, self.limit, self._groups)
         ends: dict[int | None, tuple[int, int]] = {}
         for group, value in zip(self._groups, values, strict=True):
             ends[group] = ends.get(group, (value, value))[0], value
@@ -147,19 +147,6 @@ class Persistence:
             wanting=found.wanting(self.limit),
             since=since,
         )
-
-    def _slope(self, values: Sequence[int]) -> tuple[Slope, int]:
-        """The slope that judges, and since which request it does.
-
-        Over all of them a leak that begins late is among what a robust slope leaves out, so the
-        later half must not grow by itself either.
-        """
-        found, half = slope(values, groups=self._groups), len(values) // 2
-        if found.judge(self.limit) is not Stability.GROWING:
-            late = slope(values[half:], groups=self._groups[half:])
-            if late.judge(self.limit) is Stability.GROWING:
-                return late, half
-        return found, 0
 
 
 def persistence(

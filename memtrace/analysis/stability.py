@@ -115,6 +115,25 @@ def _slopes(y: np.ndarray, places: Sequence[np.ndarray], pairs: int) -> np.ndarr
     return found
 
 
+def judged_slope(
+    values: Sequence[int] | np.ndarray, limit: float, groups: Sequence[Hashable]
+) -> tuple[Slope, int]:
+    """The slope that judges whether ``values`` grow by more than ``limit`` a request.
+
+    Over all of them a leak that begins late is among what a robust slope leaves out, so the later
+    half must not grow by itself either.
+
+    Returns:
+        The slope, and the position since which it is.
+    """
+    found, half = slope(values, groups=groups), len(values) // 2
+    if found.judge(limit) is not Stability.GROWING:
+        late = slope(values[half:], groups=groups[half:])
+        if late.judge(limit) is Stability.GROWING:
+            return late, half
+    return found, 0
+
+
 def _variance(y: np.ndarray) -> float:
     """Of Kendall's S over these points; equal ones take from it."""
     _, ties = np.unique(y, return_counts=True)

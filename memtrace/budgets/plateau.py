@@ -14,7 +14,7 @@ import numpy as np
 from memtrace.analysis.accounts import Account, Series, accounts
 from memtrace.analysis.blocks import Moment
 from memtrace.analysis.growth import growing_allocations
-from memtrace.analysis.stability import Slope, Stability, comparable, slope
+from memtrace.analysis.stability import Slope, Stability, comparable, judged_slope
 from memtrace.budgets.verdicts import Finding, user_frames
 from memtrace.budgets.words import Plateau
 from memtrace.errors import MemtraceError
@@ -81,7 +81,7 @@ def judge_plateau(wanted: Plateau, requests: Requests, root: Path) -> Finding:
         groups = comparable(requests.prompt_tokens[wanted.warmup :])
         for name, series in _measured(account):
             values = series.read(ends)
-            found = slope(values, groups=groups)
+            found, since = judged_slope(values, wanted.slope, groups)
             verdict = found.judge(wanted.slope)
             one.plateau.append(
                 {
@@ -98,7 +98,7 @@ def judge_plateau(wanted: Plateau, requests: Requests, root: Path) -> Finding:
             )
             if verdict is Stability.GROWING:
                 one.over.append(_growing(name, account, found, wanted))
-                growth = _growth(account, ends, groups, root)
+                growth = _growth(account, ends[since:], groups[since:], root)
                 parts.append("\n".join([one.over[-1], *_levels(values), *growth]))
             elif verdict is Stability.UNDECIDED:
                 one.problem = _undecided(name, account, found, wanted)
