@@ -1,7 +1,7 @@
 """The viewer: reads traces, asks ``memtrace.analysis``, draws. It knows nothing of recording.
 
     __main__.py   the process that ``memtrace view`` becomes
-    server.py     what it serves: Streamlit, with a page that is there sooner
+    server.py     what it serves: Streamlit, told where it is
     main.py       what Streamlit runs: the choice of runs, the navigation, the page
     choice.py     which runs, devices and processes are shown (*subjects*), kept in the address
     load.py       runs, read once and shared by all sessions

@@ -1,8 +1,7 @@
-"""What Streamlit serves: the pages, each with what its address and its charts make known before.
+"""What Streamlit serves: its page, which is told where the server is.
 
-Streamlit's own page takes ``/timeline`` for a server at ``/timeline/``: it asks there first, which
-ends in errors in the browser's console and a wait. And it fetches Plotly when the first chart has
-come, where it could have begun with all else.
+Streamlit's own takes ``/timeline`` for a server at ``/timeline/``: it asks there first, which ends
+in errors in the browser's console and a wait.
 """
 
 from pathlib import Path
@@ -14,16 +13,11 @@ from starlette.routing import Route
 
 from app import views
 
-_STATIC = Path(st.__file__).parent / "static"
-
 
 def _page() -> str:
-    """Streamlit's, and what its browser's side reads of where the server is."""
-    added = "<script>window.__streamlit = { BACKEND_BASE_URL: location.origin }</script>"
-    for script in _STATIC.glob("static/js/PlotlyChart.*.js"):
-        address = script.relative_to(_STATIC)
-        added += f'<link rel="modulepreload" crossorigin href="./{address}">'
-    return (_STATIC / "index.html").read_text().replace("<head>", f"<head>{added}", 1)
+    own = (Path(st.__file__).parent / "static" / "index.html").read_text()
+    told = "<script>window.__streamlit = { BACKEND_BASE_URL: location.origin }</script>"
+    return own.replace("<head>", f"<head>{told}", 1)
 
 
 _PAGE = _page()

@@ -92,10 +92,7 @@ def test_each_page_knows_where_the_server_is(run: Path, tmp_path: Path) -> None:
     with serving(tmp_path, run) as (_, url):
         for path in ("", "/timeline", "/overview?run=tide"):
             with urllib.request.urlopen(url + path) as answer:
-                text = answer.read().decode()
-            assert "BACKEND_BASE_URL: location.origin" in text
-            [script] = re.findall(r"static/js/PlotlyChart[^\"]+", text)
-            urllib.request.urlopen(f"{url}/{script}").close()
+                assert b"BACKEND_BASE_URL: location.origin" in answer.read()
 
 
 def test_a_run_that_only_reading_shows_to_be_damaged_ends_the_server(tmp_path: Path) -> None:
