@@ -15,7 +15,7 @@ from memtrace.analysis.compare import TERMS, Comparison, Side, difference
 from memtrace.analysis.oom import Oom
 from memtrace.analysis.peaks import Group as Allocations
 from memtrace.analysis.process import Samples
-from memtrace.analysis.summary import AccountSummary, Request, Summary, Values
+from memtrace.analysis.summary import AccountSummary, Planned, Request, Summary, Values
 from memtrace.components import COLOURS, LIVE_COMPONENTS
 from memtrace.sizes import format_size
 from memtrace.trace.manifest import Knowledge
@@ -86,6 +86,8 @@ def facts(summary: Summary) -> dict[str, str]:
     """What was run, how its bytes are known, and what is missing."""
     one = summary.primary
     rows = {"command": " ".join(summary.command) or UNKNOWN, "known": _known(summary)}
+    if summary.planned is not None:
+        rows["planned"] = _planned(summary.planned)
     if summary.events or summary.dropped:
         rows["events"] = _events(summary)
     rows["recording"] = _recording(summary)
@@ -168,6 +170,13 @@ def out_of_memory(oom: Oom, top: int) -> Group:
     if top:
         parts += [Text(), allocations(oom.top[:top])]
     return Group(*parts)
+
+
+def _planned(found: Planned) -> str:
+    settings = f" with {found.allocator}" if found.allocator else ""
+    lines = [f"for {found.device}{settings} by the engine {found.engine}"]
+    lines += [f"- modelled: {text}" for text in found.modelled]
+    return "\n".join([*lines, *(f"- unknown: {text}" for text in found.unknown)])
 
 
 def _known(summary: Summary) -> str:

@@ -26,6 +26,7 @@ def document(summary: Summary, top: int) -> dict[str, Any]:
         "name": summary.name,
         "command": list(summary.command),
         "knowledge": str(summary.knowledge),
+        "planned": summary.planned and dataclasses.asdict(summary.planned),
         "state": summary.state,
         "complete": summary.complete,
         "exit": {"code": summary.exit_code, "signal": summary.exit_signal},

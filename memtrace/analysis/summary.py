@@ -152,6 +152,17 @@ class Death:
 
 
 @dataclass(frozen=True)
+class Planned:
+    """A run for a device that one doesn't have."""
+
+    engine: str
+    device: str  # of the catalogue
+    allocator: str  # PYTORCH_CUDA_ALLOC_CONF
+    modelled: tuple[str, ...]  # what its figures rest on
+    unknown: tuple[str, ...]  # what isn't in them
+
+
+@dataclass(frozen=True)
 class Summary:
     """One run."""
 
@@ -171,6 +182,7 @@ class Summary:
     requests: tuple[Request, ...]
     torn: Mapping[str, int]  # bytes after the last whole batch, by file
     rules: tuple[str, ...]  # files of rules that it was classified by, in order
+    planned: Planned | None  # None: it wasn't
 
     @property
     def primary(self) -> AccountSummary | None:
@@ -230,6 +242,7 @@ def summarise(trace: Trace) -> Summary:
         accounts=tuple(found),
         requests=tuple(row for process in trace.processes for row in _requests(process)),
         rules=tuple(one["rules"] for one in manifest.get("classified") or ()),
+        planned=_planned(manifest.get("planned")),
         torn=dict(trace.torn),  # last: it fills as tables are read
     )
 
@@ -323,6 +336,14 @@ def _death(found: Mapping[str, Any] | None) -> Death | None:
         return None
     evidence = tuple(found.get("evidence") or ())
     return Death(found.get("signal"), found.get("name"), found.get("verdict") or "", evidence)
+
+
+def _planned(found: Mapping[str, Any] | None) -> Planned | None:
+    if not found:
+        return None
+    modelled, unknown = (tuple(found.get(name) or ()) for name in ("modelled", "unknown"))
+    named = {name: found.get(name) or "" for name in ("engine", "device", "allocator")}
+    return Planned(**named, modelled=modelled, unknown=unknown)
 
 
 def _requests(process: ProcessTrace) -> list[Request]:

@@ -55,6 +55,8 @@ _SIGNALS = (
 #: si_code of a signal that the kernel made, as for Ctrl-C: the whole process group has got it.
 _SI_KERNEL = 0x80
 
+_STDOUT = 1
+
 #: How soon the command's end and signals to the launcher are noticed.
 _POLL_SECONDS = 0.01
 
@@ -83,6 +85,8 @@ def record(
     as_json: bool = False,
     finish: Callable[[Path], Iterable[str]] | None = None,
     virtual_gpu: "VirtualGpu | None" = None,
+    notes: Mapping[str, Any] | None = None,
+    stdout: int | None = None,
 ) -> int:
     """Run ``command`` to its end and record it.
 
@@ -97,6 +101,8 @@ def record(
         as_json: say it as a JSON document, on stderr: stdout is the command's.
         finish: applies rules to the complete run; the lines that it returns are said.
         virtual_gpu: run it on these instead of the machine's own GPUs.
+        notes: what else the run's manifest says, from the start.
+        stdout: file descriptor for the command's standard output; None: ours.
 
     Returns:
         The command's exit code, 128+n if signal n killed it, or 123 if it succeeded but no recorder
@@ -110,15 +116,15 @@ def record(
     shown = run or Path(f"{_stem(command)}-{os.getpid()}{SUFFIX}")
     with _signals_blocked() as mask:
         epoch_ns = time.perf_counter_ns()
-        gpus = _of_virtual(virtual_gpu)
-        with _new_run(shown, command, epoch_ns, force, gpus) as (folder, manifest):
+        known = _of_virtual(virtual_gpu) | dict(notes or {})
+        with _new_run(shown, command, epoch_ns, force, known) as (folder, manifest):
             # Linux counts what a process held before exec in its ru_maxrss, and posix_spawn lends
             # it our memory until then.
             floor = high_water(os.getpid())
             environment = child.environment(folder, epoch_ns, {"stacks": stacks, "source": source})
             if virtual_gpu is not None:
                 environment |= virtual_gpu.variables
-            pid = _spawn(command, environment, mask)
+            pid = _spawn(command, environment, mask, stdout)
         virtual = manifest["knowledge"] == Knowledge.VIRTUAL  # the machine's own GPUs aren't used
         nvml = None if virtual else Nvml()
         sampler = Sampler(folder, pid, epoch_ns=epoch_ns, interval_ms=interval_ms, nvml=nvml)
@@ -263,14 +269,21 @@ def _pending() -> "Iterator[signal.struct_siginfo]":
         yield signal.sigwaitinfo(_SIGNALS)
 
 
-def _spawn(command: Sequence[str], environment: Mapping[str, str], mask: Iterable[int]) -> int:
+def _spawn(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    mask: Iterable[int],
+    stdout: int | None,
+) -> int:
     """Start the command and return its process id."""
     program = command[0]
+    redirected = [] if stdout is None else [(os.POSIX_SPAWN_DUP2, stdout, _STDOUT)]
     try:
         return os.posix_spawnp(
             program,
             list(command),
             environment,
+            file_actions=redirected,
             setsigmask=mask,
             setsigdef=(signal.SIGPIPE, signal.SIGXFSZ),  # ignored by Python itself
         )

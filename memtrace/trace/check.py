@@ -29,6 +29,13 @@ RUN: Mapping[str, Any] = {
     "sampling": {"nvml": str, "gpus": [{"uuid": str, "total": (int, type(None)), "status": str}]},
     "classified": [{"run": str, "rules": str}],
     "replayed": {"run": str, "settings": str},
+    "planned": {
+        "engine": str,
+        "device": str,
+        "allocator": str,
+        "modelled": [str],
+        "unknown": [str],
+    },
     "virtual_gpu": {"devices": [{"total": int, "context": (int, type(None))}]},
     "files": {"*": {"bytes": int, "crc32": int}},
 }

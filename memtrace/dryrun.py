@@ -1,0 +1,93 @@
+"""Run a command for a card that isn't there: an ordinary trace, marked as planned.
+
+The engine ``virtual`` is the virtual GPU (docs/virtual_gpu.md): the command's own PyTorch with its
+dispatcher, its caching allocator and its out-of-memory path. An ending for lack of memory is a
+result like another: the trace holds it, and what stood in the way.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from memtrace.allocator.settings import Settings, parse_version
+from memtrace.devices import Device, choose
+from memtrace.errors import MemtraceError
+from memtrace.record.launcher import record
+from memtrace.sizes import format_size
+from memtrace.trace.reader import Trace, open_trace
+from memtrace.virtual_gpu.launch import prepare
+from memtrace.virtual_gpu.torches import find_torch
+
+ENGINES = ("auto", "virtual")
+
+#: PyTorch reads the first of these that is set; which one comes first depends on its version.
+_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def dry_run(
+    command: Sequence[str],
+    *,
+    device: str,
+    out: Path,
+    engine: str = "auto",
+    allocator: str = "",
+    source: str = "auto",
+    variables: Mapping[str, str] | None = None,
+    stdout: int | None = None,
+) -> Trace:
+    """Run ``command`` to its end as if on ``device`` and return what it took.
+
+    Its exit code is ``trace.manifest["exit"]``; its standard error is ours.
+
+    Args:
+        command: program and arguments; its Python needs PyTorch's build for CUDA.
+        device: cards of ``memtrace devices``, such as ``a100-40g`` or ``2×h100-80g``.
+        out: folder to make.
+        engine: one of :data:`ENGINES`; ``auto`` takes what this machine can do.
+        allocator: ``PYTORCH_CUDA_ALLOC_CONF``; empty: PyTorch's defaults, whatever the environment
+            says.
+        source: what a :class:`~memtrace.record.session.Session` takes by that name.
+        variables: what to add to the command's environment.
+        stdout: file descriptor for the command's standard output; None: ours.
+
+    Raises:
+        MemtraceError: no such engine, card or setting, the command can't be started, or ``out``
+            not be made.
+    """
+    if engine not in ENGINES:
+        raise MemtraceError(f"there is no engine {engine!r}; use one of {', '.join(ENGINES)}")
+    cards = choose(device)
+    if allocator:
+        Settings.parse(allocator, parse_version(find_torch(command).version))
+    gpu = prepare(cards, command)
+    added = {**(variables or {}), **gpu.variables, **dict.fromkeys(_SETTINGS, allocator)}
+    record(
+        command,
+        out,
+        quiet=True,
+        source=source,
+        virtual_gpu=replace(gpu, variables=added),
+        notes={"planned": _planned(device, cards, allocator)},
+        stdout=stdout,
+    )
+    return open_trace(out)
+
+
+def _planned(device: str, cards: Sequence[Device], allocator: str) -> dict[str, Any]:
+    """What the manifest of a planned run says: what it rests on, and what it can't know."""
+    modelled = ["tensors, allocator and workspaces: the host code of PyTorch, on made-up addresses"]
+    unknown = ["time: nothing is computed", "memory of libraries, driver and other processes"]
+    for card in dict.fromkeys(cards):
+        if card.context is None:
+            unknown.append(f"CUDA context of {card.name}")
+        else:
+            source = card.sources.get("context", "the catalogue")
+            modelled.append(f"CUDA context of {card.name}: {format_size(card.context)}, {source}")
+    return {
+        "engine": "virtual",
+        "device": device,
+        "allocator": allocator,
+        "modelled": modelled,
+        "unknown": unknown,
+    }
