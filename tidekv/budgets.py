@@ -8,6 +8,14 @@ from typing import Any
 
 from tidekv.errors import InfeasibleError
 
+#: Rows that are kept where nobody says how many.
+_DEFAULT = 1024
+
+
+def default(prompt_tokens: int) -> int:
+    """The budget where none is given: the whole prompt where it is shorter than that."""
+    return min(_DEFAULT, prompt_tokens)
+
 
 def rows(budget: Any, prompt_tokens: int) -> int:
     """Rows kept per layer and KV head: an int is taken as it is, a float is a share of the prompt.

@@ -8,7 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tidekv.arguments import add_batch, add_device, add_memory, add_methods, add_model, budget
 from tidekv.errors import TidekvError
+from tidekv.plan_command import add_plan
 
 #: Raised when a key of ``run --json`` changes its meaning or goes away.
 JSON_SCHEMA = 2
@@ -16,12 +18,13 @@ JSON_SCHEMA = 2
 _EPILOG = """\
 examples:
   tidekv run --model smollm2 --prompt-file traces/demo-prompt.txt
+  tidekv plan --model llama-3.1-8b --prompt 65536 --budget 4096 --device a100-40g
   tidekv serve-trace traces/mixed-150-cpu.jsonl
   tidekv methods
   tidekv fidelity --dtype bfloat16
   tidekv fetch smollm2
 
-exit status: 0 done, 1 out of memory or disk, 2 bad input, 130 interrupted.
+exit status: 0 done, 1 out of memory or disk, 2 bad input, 130 interrupted; plan has its own.
 """
 
 _RUN_EPILOG = """\
@@ -126,13 +129,14 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run.set_defaults(command=_run)
-    _add_model(run)
+    add_model(run)
     prompt = run.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 text")
     prompt.add_argument(
         "--prompt-tokens", type=int, metavar="N", help="N random tokens, for measuring"
     )
-    _add_methods(run)
+    add_methods(run)
+    add_device(run)
     run.add_argument(
         "--max-new-tokens",
         type=int,
@@ -142,22 +146,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--json", action="store_true", help="print one JSON object instead")
 
-    memory = run.add_argument_group("less memory during the prefill, with layer_major")
-    memory.add_argument(
-        "--piece-rows",
-        type=int,
-        metavar="N",
-        help="rows of a chunk that norms, projections and the MLP take at a time (default: 512; "
-        "other schedules with chunks have it too)",
-    )
-    for flag, text in (
-        ("--stream-weights", "the model is on the host; each layer visits the device once"),
-        ("--host-bridge", "hidden states are on the host, but for two chunks"),
-        ("--park-caches", "finished layers' caches are on the host until decoding"),
-        ("--host-embeddings", "embeddings and head are on the host; the head visits at the end"),
-    ):
-        memory.add_argument(flag, action="store_true", default=None, help=text)
+    add_batch(run)
+    add_memory(run)
 
+    add_plan(commands)
     _add_workloads(commands)
     _add_tables(commands)
 
@@ -198,7 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     fidelity.add_argument("--chunk-size", type=int, default=512, help="default: %(default)s")
     fidelity.add_argument(
-        "--budget", type=_budget, default=1024, help="as of run (default: %(default)s)"
+        "--budget", type=budget, default=1024, help="as of run (default: %(default)s)"
     )
     fidelity.add_argument(
         "--selector",
@@ -222,8 +214,9 @@ def _add_workloads(commands: "argparse._SubParsersAction[argparse.ArgumentParser
     serve.set_defaults(command=_serve, piece_rows=None, stream_weights=None)
     serve.set_defaults(host_bridge=None, park_caches=None, host_embeddings=None)
     serve.add_argument("workload", type=Path, metavar="WORKLOAD", help="a .jsonl file")
-    _add_model(serve)
-    _add_methods(serve)
+    add_model(serve)
+    add_methods(serve)
+    add_device(serve)
     serve.add_argument("--requests", type=int, metavar="N", help="the first N only")
     serve.add_argument("--json", action="store_true", help="print one JSON object a request")
 
@@ -279,61 +272,6 @@ def _add_tables(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "-o", "--output", type=Path, metavar="FOLDER", help="keep the four runs there"
     )
     tables.add_argument("--json", action="store_true", help="print one JSON object instead")
-
-
-def _add_model(run: argparse.ArgumentParser) -> None:
-    run.add_argument(
-        "--model",
-        default="smollm2",
-        help="smollm2, llama-3.1-8b, mistral-7b-v0.2 (the last two without trained weights), "
-        "a folder or a hub id (default: %(default)s)",
-    )
-
-
-def _add_methods(run: argparse.ArgumentParser) -> None:
-    """How a prompt is read, and by what."""
-    run.add_argument("--schedule", default="layer_major", help="default: %(default)s")
-    run.add_argument("--selector", default="snapkv", help="or none (default: %(default)s)")
-    run.add_argument(
-        "--cache", default="full_precision", help="or kivi: 2 bits (default: %(default)s)"
-    )
-    run.add_argument(
-        "--budget",
-        type=_budget,
-        help="rows kept per layer and KV head, or a share such as 0.25 (default: 1024, or the "
-        "whole prompt where it is shorter)",
-    )
-    run.add_argument(
-        "--chunk-size", type=int, metavar="N", help="rows, for schedules with chunks (default: 512)"
-    )
-    for what in ("schedule", "selector", "cache"):
-        run.add_argument(
-            f"--{what}-option",
-            action="append",
-            default=[],
-            metavar="NAME=VALUE",
-            help=f"a parameter of the {what}, see tidekv methods; can be repeated",
-        )
-    run.add_argument(
-        "--scoring", default="blockwise", help="blockwise or dense (default: %(default)s)"
-    )
-    run.add_argument(
-        "--attention",
-        default="sdpa",
-        help="sdpa, eager or flash_attention_2 (default: %(default)s)",
-    )
-    run.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's own)")
-    run.add_argument("--device", default="cpu", help="default: %(default)s")
-
-
-def _budget(text: str) -> int | float:
-    try:
-        return int(text)
-    except ValueError:
-        return float(text)
-
-
-_budget.__name__ = "budget"  # argparse names it where both fail
 
 
 def _run(arguments: argparse.Namespace) -> None:

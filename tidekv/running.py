@@ -3,7 +3,7 @@
 import argparse
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from memtrace import scopes
 from memtrace.sizes import format_size
-from tidekv import options, schedules
+from tidekv import budgets, options, schedules
 from tidekv.engine import Prefill, decode, prefill
 from tidekv.errors import DeviceMemoryError, TidekvError, check_choice
 from tidekv.loading import PRESETS, encode, load_model
@@ -24,7 +24,6 @@ from tidekv.progress import progress_bar
 from tidekv.schedules import SCHEDULES, LayerMajor, Schedule
 from tidekv.selectors import SELECTORS, Selector
 
-_DEFAULT_BUDGET = 1024  # rows, or the whole prompt where it is shorter
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: Parameters of a schedule that are flags of their own.
 _FLAGS = ("piece_rows", "stream_weights", "host_bridge", "park_caches")
@@ -99,7 +98,7 @@ def budget_of(arguments: argparse.Namespace, prompt_tokens: int) -> int | float:
     """The budget that was asked for, else the default one or the whole prompt."""
     if arguments.budget is not None:
         return arguments.budget
-    return min(_DEFAULT_BUDGET, prompt_tokens)
+    return budgets.default(prompt_tokens)
 
 
 def run(arguments: argparse.Namespace, *, stream: bool) -> Outcome:
@@ -110,6 +109,32 @@ def run(arguments: argparse.Namespace, *, stream: bool) -> Outcome:
     """
     if arguments.max_new_tokens < 0:
         raise TidekvError(f"--max-new-tokens must be at least 0, not {arguments.max_new_tokens}.")
+    if arguments.batch < 1 or (arguments.batch > 1 and arguments.prompt_tokens is None):
+        raise TidekvError(
+            f"--batch {arguments.batch} is no number of prompts; use 1, or more with "
+            "--prompt-tokens."
+        )
+    with memory_errors():
+        loaded = load(arguments)
+        input_ids = _prompt(arguments, loaded).to(arguments.device)
+        return _answer(arguments, loaded, input_ids, stream)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What reads a prompt; ``tokenizer`` None: the model comes without one."""
+
+    methods: Methods
+    model: Any
+    tokenizer: Any
+
+
+def load(arguments: argparse.Namespace) -> Loaded:
+    """The methods, and the model where they want it.
+
+    Raises:
+        TidekvError: bad input.
+    """
     methods = methods_of(arguments)  # checked before the model is loaded
     dtype, device = dtype_of(arguments.dtype), device_of(arguments.device)
     schedule = methods.schedule
@@ -117,18 +142,37 @@ def run(arguments: argparse.Namespace, *, stream: bool) -> Outcome:
     on_host = streams or arguments.host_embeddings
     if isinstance(schedule, LayerMajor) and on_host:
         methods = replace(methods, schedule=replace(schedule, device=device))
-    with memory_errors():
-        model, tokenizer = load_model(
-            arguments.model,
-            dtype=dtype,
-            device="cpu" if on_host else device,
-            attention=arguments.attention,
-            weights="empty" if on_host else "random",
-        )
-        input_ids = _prompt(arguments, model, tokenizer).to(device)
-        if on_host:
-            _place_layers(arguments.model, model, device, streams)
-        return _answer(arguments, methods, model, tokenizer, input_ids, stream)
+    model, tokenizer = load_model(
+        arguments.model,
+        dtype=dtype,
+        device="cpu" if on_host else device,
+        attention=arguments.attention,
+        weights="empty" if on_host else "random",
+    )
+    if on_host:
+        _place_layers(arguments.model, model, device, streams)
+    return Loaded(methods, model, tokenizer)
+
+
+def read(
+    arguments: argparse.Namespace,
+    loaded: Loaded,
+    input_ids: torch.Tensor,
+    on_layer: Callable[[], None],
+) -> Prefill:
+    """Prefill (B, S) as the command line says; ``on_layer`` is called after each layer."""
+    return prefill(
+        loaded.model,
+        input_ids,
+        schedule=loaded.methods.schedule,
+        selector=loaded.methods.selector,
+        budget=budget_of(arguments, input_ids.shape[1]),
+        cache=functools.partial(CACHES[arguments.cache], **loaded.methods.cache_parameters),
+        scoring=arguments.scoring,
+        attention=arguments.attention,
+        new_tokens=arguments.max_new_tokens,
+        on_layer=lambda _: on_layer(),
+    )
 
 
 def _place_layers(name: str, model: Any, device: str, streams: bool) -> None:
@@ -142,37 +186,22 @@ def _place_layers(name: str, model: Any, device: str, streams: bool) -> None:
 
 
 def _answer(
-    arguments: argparse.Namespace,
-    methods: Methods,
-    model: Any,
-    tokenizer: Any,
-    input_ids: torch.Tensor,
-    stream: bool,
+    arguments: argparse.Namespace, loaded: Loaded, input_ids: torch.Tensor, stream: bool
 ) -> Outcome:
+    methods, model, tokenizer = loaded.methods, loaded.model, loaded.tokenizer
     prompt_tokens = input_ids.shape[1]
     printer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    clock = Clock(printer if stream and tokenizer is not None else None)
+    shown = stream and tokenizer is not None and len(input_ids) == 1
+    clock = Clock(printer if shown else None)
     output = input_ids
-    budget = budget_of(arguments, prompt_tokens)
     with scopes.request("run", prompt_tokens=prompt_tokens) as request:
         clock.request = request
         start = time.perf_counter()
         with progress_bar("Prefill", total=model.config.num_hidden_layers) as done:
-            prefilled: Prefill = prefill(
-                model,
-                input_ids,
-                schedule=methods.schedule,
-                selector=methods.selector,
-                budget=budget,
-                cache=functools.partial(CACHES[arguments.cache], **methods.cache_parameters),
-                scoring=arguments.scoring,
-                attention=arguments.attention,
-                new_tokens=arguments.max_new_tokens,
-                on_layer=lambda _: done(),
-            )
+            prefilled = read(arguments, loaded, input_ids, done)
         if input_ids.device.type == "cuda":
             torch.cuda.synchronize(input_ids.device)
-        read = time.perf_counter()
+        ready = time.perf_counter()
         cache_bytes = prefilled.cache.nbytes()
         if arguments.max_new_tokens:
             model.to(input_ids.device)  # what of it was on the host during the prefill
@@ -185,7 +214,7 @@ def _answer(
                 streamer=clock,
             )
         request.generated_tokens = output.shape[1] - prompt_tokens
-    new = output[0, prompt_tokens:]
+    new = output[0, prompt_tokens:]  # of a batch the first one stands for all
     elapsed = clock.last - clock.first
     return Outcome(
         model=arguments.model,
@@ -205,7 +234,7 @@ def _answer(
         generated_tokens=len(new),
         rows_kept=prefilled.rows,
         cache_bytes=cache_bytes,
-        prefill_s=read - start,
+        prefill_s=ready - start,
         time_to_first_token_s=clock.first - start if len(new) else None,
         decode_tokens_per_s=(len(new) - 1) / elapsed if len(new) > 1 else None,
         text=None if tokenizer is None else tokenizer.decode(new, skip_special_tokens=True),
@@ -329,13 +358,18 @@ def device_of(name: str) -> str:
     return name
 
 
-def _prompt(arguments: argparse.Namespace, model: Any, tokenizer: Any) -> torch.Tensor:
-    """Token ids of the prompt, (1, S)."""
+def _prompt(arguments: argparse.Namespace, loaded: Loaded) -> torch.Tensor:
+    """Token ids of the prompt, (B, S)."""
     if arguments.prompt_tokens is None:
-        return read_prompt(arguments.prompt_file, arguments.model, tokenizer)
+        return read_prompt(arguments.prompt_file, arguments.model, loaded.tokenizer)
     check_prompt_tokens(arguments.prompt_tokens)
+    return random_prompt(loaded.model, arguments.batch, arguments.prompt_tokens)
+
+
+def random_prompt(model: Any, batch: int, tokens: int) -> torch.Tensor:
+    """Token ids (B, S), the same ones each time."""
     seed = torch.Generator().manual_seed(0)
-    return torch.randint(model.config.vocab_size, (1, arguments.prompt_tokens), generator=seed)
+    return torch.randint(model.config.vocab_size, (batch, tokens), generator=seed)
 
 
 def check_prompt_tokens(number: int | None) -> None:

@@ -137,6 +137,22 @@ def test_no_new_tokens_only_reads_the_prompt(command, capsys):
     )
 
 
+def test_a_batch_of_random_prompts(folder, capsys):
+    command = ["run", "--model", str(folder), "--budget", "64", "--max-new-tokens", "2", "--json"]
+    sizes = []
+    for batch in ("1", "3"):
+        assert main([*command, "--prompt-tokens", "200", "--batch", batch]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert result["generated_tokens"] == 2
+        sizes.append(result["cache_bytes"])
+    assert sizes[1] == 3 * sizes[0]
+
+
+def test_a_batch_is_of_random_prompts_only(command, capsys):
+    assert main([*command, "--batch", "2"]) == 2
+    assert "--batch 2 is no number of prompts" in capsys.readouterr().err
+
+
 def test_random_prompt(command, capsys):
     options = [*command[:3], "--prompt-tokens", "50", "--budget", "40", "--max-new-tokens", "1"]
     assert main([*options, "--json"]) == 0

@@ -1,0 +1,95 @@
+"""Formulas of a prefill's peak, against models and against each other."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.tidekv.conftest import make_tiny
+from tidekv import planning
+from tidekv.errors import LoadError
+from tidekv.formulas import Case, peak
+from tidekv.loading import config_of
+from tidekv.schedules import LayerMajor
+from tidekv.selectors import SnapKV
+from tidekv.shapes import FAMILIES, Shape, shape_of
+
+GiB = 1 << 30
+
+
+@pytest.fixture
+def llama() -> Shape:
+    found = shape_of(config_of("llama-3.1-8b"))
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def case(llama: Shape) -> Case:
+    """The paper's setting at 64 K."""
+    return Case(llama, "layer_major", 1, 65536, 4096, 2048, 512, 32, 2048, 8_519_680)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_are_those_of_the_model(family: str, tied: bool) -> None:
+    model = make_tiny(family, tie_word_embeddings=tied)
+    shape = shape_of(model.config.to_dict(), "float32")
+    assert shape is not None
+    held = [*model.parameters(), *model.buffers()]
+    assert sorted(shape.weights()) == sorted(one.nbytes for one in held)
+
+
+def test_what_is_not_known_has_no_shape() -> None:
+    assert shape_of({"model_type": "gpt_neox", "dtype": "float32"}) is None
+    assert shape_of({"model_type": "llama"}) is None
+
+
+def test_a_configuration_without_a_size_is_refused_by_name() -> None:
+    with pytest.raises(LoadError, match="no num_hidden_layers"):
+        shape_of({"model_type": "llama", "dtype": "float32", "num_attention_heads": 4})
+
+
+def test_defaults_are_those_of_the_classes() -> None:
+    schedule, selector = LayerMajor(), SnapKV()
+    assert (schedule.chunk_size, schedule.piece_rows) == (planning.CHUNK, planning.PIECE)
+    assert (selector.window, selector.block_size) == (planning.WINDOW, planning.BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "prompt", "published"),
+    [("whole_prompt", 65536, 22.748), ("whole_prompt", 131072, 30.031)],
+)
+def test_snapkv_takes_what_was_published(
+    case: Case, schedule: str, prompt: int, published: float
+) -> None:
+    found = peak(replace(case, schedule=schedule, prompt=prompt))
+    assert found.total / GiB == pytest.approx(published, abs=0.0015)
+
+
+def test_terms_of_layer_major(case: Case) -> None:
+    found = peak(case)
+    assert found.of("KV_res/full") == 2 * 8 * 65536 * 128 * 2
+    assert found.of("KV_res/compact") == 30 * 2 * 8 * 4096 * 128 * 2
+    assert found.of("KV_res") == found.of("KV_res/full") + found.of("KV_res/compact")
+    assert found.of("Hidden") == 65536 * 4096 * 2
+    assert found.total == sum(
+        found.of(name) for name in ("model", "KV_res", "Hidden", "Act", "Temp", "backend", "other")
+    )
+
+
+def test_workspace_does_not_grow_with_the_prompt(case: Case) -> None:
+    shorter, longer = peak(replace(case, prompt=16384)), peak(case)
+    for name in ("Act", "Temp", "KV_res/compact"):
+        assert shorter.of(name) == longer.of(name)
+
+
+def test_a_batch_takes_its_multiple_of_all_but_the_model(case: Case) -> None:
+    one, four = peak(case), peak(replace(case, batch=4))
+    for name in ("KV_res", "Hidden", "Temp", "other"):
+        assert four.of(name) == 4 * one.of(name)
+    assert four.of("model") == one.of("model")
+
+
+def test_small_chunks_leave_scoring_at_the_peak(case: Case) -> None:
+    small = replace(case, kept=1024, chunk=128, piece=128)
+    assert peak(small).where == "layer 30, scoring"

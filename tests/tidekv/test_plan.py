@@ -1,0 +1,147 @@
+"""``tidekv plan``: dry runs beside formulas, verdicts, and cards that suffice."""
+
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memtrace.analysis.summary import summarise
+from memtrace.trace.reader import open_trace
+from tidekv.cards import candidates
+
+LLAMA = ("--model", "llama-3.1-8b", "--budget", "1024")
+ON_CARD = pytest.mark.skipif(
+    (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="no virtual GPU here"
+)
+
+
+def plan(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "tidekv", "plan", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("plans") / "runs"
+
+
+@pytest.fixture(scope="module")
+def plans(runs: Path) -> dict[str, Any]:
+    """SnapKV and TideKV at 8 K on an A100, by method."""
+    told = plan(
+        *(*LLAMA, "--prompt", "8192", "--device", "a100-40g", "--compare", "snapkv,tidekv"),
+        *("-o", runs, "--json"),
+    )
+    assert told.returncode == 0, told.stderr
+    return {one["method"]: one for one in json.loads(told.stdout)["plans"]}
+
+
+@ON_CARD
+@pytest.mark.parametrize("method", ["snapkv", "tidekv"])
+def test_every_term_is_as_its_formula_says_or_the_tensor_is_named(
+    plans: dict[str, Any], method: str
+) -> None:
+    found = plans[method]
+    terms = {one["name"]: one for one in found["terms"]}
+    assert found["fits"]
+    for name in ("KV_res", "Hidden", "Act", "model", "backend", "other", "M_live", "allocated"):
+        assert terms[name]["difference"] is not None
+    for one in terms.values():
+        if one["difference"] is not None:
+            large = abs(one["difference"]) > 0.02 * max(one["planned"], one["formula"])
+            assert bool(one["note"]) == (large and one["name"] not in ("M_live", "allocated"))
+    for name in ("model", "Hidden", "other"):
+        assert terms[name]["difference"] == 0
+    assert abs(terms["allocated"]["difference"]) <= 8 << 20
+    for name in ("external", "process"):
+        assert terms[name]["planned"] is None
+
+
+@ON_CARD
+def test_a_plan_says_what_a_report_says_and_more(plans: dict[str, Any]) -> None:
+    found = plans["tidekv"]
+    assert found["knowledge"] == "virtual"
+    assert found["planned"]["device"] == found["card"] == "a100-40g"
+    assert "CUDA context of NVIDIA A100-SXM4-40GB" in found["planned"]["unknown"]
+    assert found["reserved"]["peak"] == found["reserved_peak"] >= found["peak"]["allocated"]
+    assert found["headroom"] == 42_298_834_944 - found["reserved_peak"]
+    assert found["peak"]["allocated"] < plans["snapkv"]["peak"]["allocated"]
+
+
+@ON_CARD
+@pytest.mark.usefixtures("plans")
+def test_a_planned_run_is_a_run_like_another(runs: Path) -> None:
+    summary = summarise(open_trace(runs / "tidekv.memtrace"))
+    assert summary.complete
+    assert summary.planned is not None
+    assert summary.planned.engine == "virtual"
+    assert summary.accounts[0].identities.hold
+
+
+@ON_CARD
+@pytest.mark.usefixtures("plans")
+def test_cards_suffice_by_what_is_reserved_on_them(runs: Path) -> None:
+    trace = open_trace(runs / "tidekv.memtrace")
+    account = summarise(trace).accounts[0]
+    cards = candidates(trace, account)
+    assert [one.card.total for one in cards] == sorted(one.card.total for one in cards)
+    assert account.reserved_peak is not None
+    for one in cards:
+        assert one.fits  # 16 GiB of weights, and little more
+        assert one.left == one.card.total - (one.card.context or 0) - account.reserved_peak
+
+
+@ON_CARD
+def test_no_room_is_a_verdict() -> None:
+    told = plan(
+        *(*LLAMA, "--prompt", "131072", "--schedule", "whole_prompt"),
+        *("--device", "rtx-4090-24g"),
+    )
+    assert told.returncode == 3
+    assert "131,072 tokens don't fit NVIDIA GeForce RTX 4090" in told.stdout
+    assert "By formula it takes 29.65 GiB." in told.stdout
+    assert "Traceback" not in told.stderr
+
+
+@ON_CARD
+@pytest.mark.slow
+def test_the_longest_prompt_is_one_that_was_tried() -> None:
+    told = plan(
+        *(*LLAMA, "--schedule", "whole_prompt", "--device", "l4-24g", "--max-context", "--json")
+    )
+    assert told.returncode == 0, told.stderr
+    (found,) = json.loads(told.stdout)["methods"]
+    tried = {one["prompt"]: one["fits"] for one in found["probes"]}
+    assert tried[found["prompt"]]
+    assert not tried[found["shorter_than"]]
+    alone = plan(
+        *(*LLAMA, "--schedule", "whole_prompt", "--device", "l4-24g"),
+        *("--prompt", str(found["prompt"]), "--json"),
+    )
+    reserved = {one["prompt"]: one["reserved_peak"] for one in found["probes"]}
+    assert json.loads(alone.stdout)["reserved"]["peak"] == reserved[found["prompt"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--prompt", "4096"], "--device is missing"),
+        (["--device", "a100-40g"], "either --prompt N or --max-context"),
+        (["--prompt", "0", "--device", "a100-40g"], "--prompt must be at least 1"),
+        (["--prompt", "9", "--device", "nothing-like-it"], "no card 'nothing-like-it'"),
+        (["--prompt", "9", "--device", "a100-40g", "--compare", "mine"], "no method 'mine'"),
+        (["--prompt", "9", "--device", "a100-40g", "--allocator", "a:1"], "'a' is no setting"),
+        (["--prompt", "9", "--device", "a100-40g", "-o", "/"], "/ is there already"),
+        (["--max-context", "--device", "a100-40g", "-o", "x"], "--max-context keeps no run"),
+    ],
+)
+def test_bad_input_gets_a_sentence(arguments: list[str], sentence: str) -> None:
+    told = plan(*LLAMA[:2], *arguments)
+    assert told.returncode == 2
+    assert told.stderr.startswith("tidekv: ")
+    assert sentence in told.stderr
+    assert "Traceback" not in told.stderr

@@ -1,0 +1,343 @@
+"""What ``tidekv plan`` does: dry runs of ``tidekv run`` on cards that aren't there.
+
+A plan is a recorded run like another; beside its terms stand those of :mod:`tidekv.formulas`. No
+torch here: the planned process alone loads it.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from memtrace.analysis.document import document
+from memtrace.analysis.summary import AccountSummary, Summary, summarise
+from memtrace.components import LIVE_COMPONENTS
+from memtrace.devices import Device
+from memtrace.dryrun import dry_run
+from memtrace.sizes import format_size
+from memtrace.trace.reader import Trace
+from tidekv import budgets
+from tidekv.capacity import Longest, Probe
+from tidekv.cards import card_of
+from tidekv.errors import TidekvError, check_choice
+from tidekv.formulas import Case, Moment, peak, sizes
+from tidekv.loading import config_of
+from tidekv.shapes import shape_of
+
+#: Methods that have a name; what they set of the command line.
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "snapkv": {"schedule": "whole_prompt", "chunk_size": None, "piece_rows": None},
+    "mst": {
+        "schedule": "whole_prompt",
+        "schedule_option": ["mlp_rows=4096"],
+        "chunk_size": None,
+        "piece_rows": None,
+    },
+    "tidekv": {"schedule": "layer_major"},
+    "chunked": {"schedule": "chunked"},
+    "full": {"schedule": "chunked", "selector": "none"},
+    "online": {"schedule": "online"},
+    "headinfer": {"schedule": "head_offload", "selector": "none"},
+}
+#: What has parts of a prefill elsewhere than on the device.
+_PLACEMENT = ("stream_weights", "host_bridge", "park_caches", "host_embeddings")
+#: Options of ``tidekv run`` that a plan hands on, by their names in the command line.
+_PASSED = (
+    *("model", "schedule", "selector", "cache", "budget", "chunk_size", "schedule_option"),
+    *("selector_option", "cache_option", "scoring", "attention", "dtype", "batch", "piece_rows"),
+    *_PLACEMENT,
+)
+#: What schedules and selectors take where nothing is said; a test holds them to the classes.
+CHUNK, PIECE, WINDOW, BLOCK = 512, 512, 32, 2048
+#: PyTorch warns of each request that meets no room; that is what is asked here.
+_QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+#: A larger difference between a term and its formula is explained.
+_TOLERATED = 0.02
+#: So many sizes are named of each side.
+_NAMED = 2
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term of the equations at the peak of allocated, in bytes; None: unknown.
+
+    ``note``: which tensors make a difference above two percent; empty: there is none.
+    """
+
+    name: str
+    planned: int | None
+    formula: int | None
+    note: str = ""
+
+    @property
+    def difference(self) -> int | None:
+        if self.planned is None or self.formula is None:
+            return None
+        return self.planned - self.formula
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One dry run.
+
+    Attributes:
+        method: its name.
+        card: what it ran on.
+        prompt: tokens.
+        trace: of the run.
+        moment: its peak by formulas; None: none are known.
+    """
+
+    method: str
+    card: Device
+    prompt: int
+    trace: Trace
+    moment: Moment | None
+
+    @cached_property
+    def summary(self) -> Summary:
+        return summarise(self.trace)
+
+    @property
+    def account(self) -> AccountSummary | None:
+        """Of the card; None: the run didn't come to use it."""
+        found = self.summary.primary
+        return found if found is not None and found.device.startswith("cuda") else None
+
+    @property
+    def fits(self) -> bool:
+        return not self.summary.ooms
+
+    @property
+    def reserved_peak(self) -> int | None:
+        return self.account.reserved_peak if self.account is not None else None
+
+    @property
+    def headroom(self) -> int | None:
+        """What was left of the card, less a context that is known; None where it didn't fit."""
+        return self.account.headroom if self.account is not None and self.fits else None
+
+    def terms(self) -> list[Term]:
+        """Every term of both equations, in their order."""
+        if self.account is None:
+            return []
+        return list(_terms(self.account, self.moment, explain=self.fits))
+
+    def as_json(self) -> dict[str, Any]:
+        """As ``memtrace report --json`` has it, and what only a plan knows."""
+        return document(self.summary, top=10) | {
+            "method": self.method,
+            "card": self.card.key,
+            "prompt_tokens": self.prompt,
+            "fits": self.fits,
+            "headroom": self.headroom,
+            "reserved": {"peak": self.reserved_peak},
+            "formula_peak": self.moment and self.moment.where,
+            "terms": [asdict(one) | {"difference": one.difference} for one in self.terms()],
+        }
+
+
+def named(arguments: argparse.Namespace, name: str) -> argparse.Namespace:
+    """The command line with a method of :data:`METHODS`.
+
+    Raises:
+        InfeasibleError: there is none of this name.
+    """
+    check_choice("method", name, METHODS)
+    return argparse.Namespace(**{**vars(arguments), **METHODS[name]})
+
+
+def name_of(arguments: argparse.Namespace) -> str:
+    """A method's name, or what was chosen in words."""
+    for name, chosen in METHODS.items():
+        plain = {"selector": "snapkv", "schedule_option": []}
+        if all(getattr(arguments, key) == value for key, value in (plain | dict(chosen)).items()):
+            return name
+    return f"{arguments.schedule}, {arguments.selector}"
+
+
+def options(arguments: argparse.Namespace) -> list[str]:
+    """What of the command line is an option of ``tidekv run``."""
+    found: list[str] = []
+    for name in _PASSED:
+        value, flag = getattr(arguments, name), f"--{name.replace('_', '-')}"
+        if value is True:
+            found.append(flag)
+        elif isinstance(value, list):
+            found += [part for one in value for part in (flag, one)]
+        elif value is not None and value is not False:
+            found += [flag, str(value)]
+    return found
+
+
+def plan(arguments: argparse.Namespace, method: str, out: Path) -> Plan:
+    """Plan one prompt; the new run is ``out``.
+
+    Raises:
+        TidekvError: bad input, or no virtual card can be had.
+        SystemExit: the planned run failed, and has said why.
+    """
+    if out.exists():
+        raise TidekvError(f"{out} is there already; remove it or name another with -o.")
+    card, moment = card_of(arguments.device), _moment(arguments)
+    words = ["run", *options(arguments), "--prompt-tokens", str(arguments.prompt)]
+    words += ["--max-new-tokens", "0", "--device", "cuda", "--json"]
+    trace, _ = _run(arguments, ["tidekv", *words], out)
+    found = Plan(method, card, arguments.prompt, trace, moment)
+    if found.fits:
+        _check(trace)
+    return found
+
+
+def longest(arguments: argparse.Namespace) -> Longest:
+    """The longest prompt that fits the card, up to ``arguments.up_to`` tokens.
+
+    Raises:
+        TidekvError, SystemExit: as :func:`plan`.
+    """
+    card_of(arguments.device)
+    words = [*options(arguments), "--device", "cuda", "--up-to", str(arguments.up_to)]
+    with tempfile.TemporaryDirectory(prefix="tidekv-") as scratch:
+        run = Path(scratch) / "capacity.memtrace"
+        trace, said = _run(arguments, ["tidekv.capacity", *words], run, source="none")
+        _check(trace)
+    found = json.loads(said)
+    return Longest(
+        found["prompt"], found["shorter_than"], tuple(Probe(**one) for one in found["probes"])
+    )
+
+
+def _run(
+    arguments: argparse.Namespace, words: Sequence[str], out: Path, source: str = "auto"
+) -> tuple[Trace, str]:
+    """Dry-run ``python -m WORDS…``; its trace and its standard output."""
+    command = [sys.executable, "-m", *words]
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
+        trace = dry_run(
+            command,
+            device=arguments.device,
+            out=out,
+            allocator=arguments.allocator,
+            source=source,
+            variables=_QUIET,
+            stdout=said.fileno(),
+        )
+        said.seek(0)
+        return trace, said.read()
+
+
+def _check(trace: Trace) -> None:
+    """End as a planned process did that had room and failed; it has said why."""
+    ended = trace.manifest["exit"]
+    code = ended["code"] if ended["code"] is not None else 128 + ended["signal"]
+    if code == 130:
+        raise KeyboardInterrupt
+    if code:
+        raise SystemExit(code)
+
+
+def _moment(arguments: argparse.Namespace) -> Moment | None:
+    """The peak by formulas; None: none are known, or the planned run will say what is wrong."""
+    shape = shape_of(config_of(arguments.model), arguments.dtype)
+    given = dict(
+        pair.split("=", 1)
+        for pair in (*arguments.schedule_option, *arguments.selector_option)
+        if "=" in pair
+    )
+    known = (
+        arguments.schedule in ("whole_prompt", "layer_major")
+        and (arguments.selector, arguments.cache) == ("snapkv", "full_precision")
+        and arguments.scoring == "blockwise"
+        and arguments.attention != "eager"
+        and not any(getattr(arguments, one) for one in _PLACEMENT)
+        and given.keys() <= {"chunk_size", "piece_rows", "window", "block_size"}
+    )
+    if shape is None or not known or shape.element != 2:  # else attention isn't FlashAttention
+        return None
+    budget = budgets.default(arguments.prompt) if arguments.budget is None else arguments.budget
+    try:
+        numbers = {name: int(value) for name, value in given.items()}
+        kept = budgets.rows(budget, arguments.prompt)
+    except ValueError:
+        return None
+    return peak(
+        Case(
+            shape,
+            arguments.schedule,
+            batch=arguments.batch,
+            prompt=arguments.prompt,
+            kept=kept,
+            chunk=arguments.chunk_size or numbers.get("chunk_size", CHUNK),
+            piece=arguments.piece_rows or numbers.get("piece_rows", PIECE),
+            window=numbers.get("window", WINDOW),
+            block=numbers.get("block_size", BLOCK),
+            workspace=card_of(arguments.device).cublas_workspace,
+        )
+    )
+
+
+def _terms(one: AccountSummary, moment: Moment | None, *, explain: bool) -> Iterator[Term]:
+    at_peak = one.peak
+    tensors = _tensors(one)
+
+    def term(name: str, planned: int) -> Term:
+        if moment is None:
+            return Term(name, planned, None)
+        formula = moment.of(name)
+        large = explain and abs(planned - formula) > _TOLERATED * max(planned, formula)
+        return Term(name, planned, formula, _explained(name, tensors, moment) if large else "")
+
+    for name in LIVE_COMPONENTS:
+        yield term(name, at_peak.components[name])
+        for detail, size in at_peak.details.items():
+            if detail.startswith(f"{name}/"):
+                yield term(detail, size)
+    live = None if moment is None else sum(moment.of(name) for name in LIVE_COMPONENTS)
+    yield Term("M_live", at_peak.live, live)
+    for name in ("model", "backend", "other"):
+        yield term(name, at_peak.components[name])
+    yield Term("allocated", at_peak.allocated, None if moment is None else moment.total)
+    yield Term("allocator", at_peak.allocator, None)
+    yield Term("external", at_peak.external, None)
+    yield Term("process", at_peak.process, None)
+
+
+def _tensors(one: AccountSummary) -> Mapping[str, Counter[int]]:
+    """What is alive at the peak, by component: how many tensors of each size."""
+    process, lives = one.account.process, one.account.lives
+    events, components = process.events, process.contexts["component"]
+    live = lives.allocated(one.peak.event)
+    found: dict[str, Counter[int]] = {}
+    for event in lives.labels_at(one.peak.event)[live].tolist():
+        component = components[events["context"][event]]
+        found.setdefault(component, Counter())[int(events["bytes"][event])] += 1
+    return found
+
+
+def _explained(name: str, tensors: Mapping[str, Counter[int]], moment: Moment) -> str:
+    """The largest tensors of a component that the run alone has, and that the formula alone has."""
+
+    def among(component: str) -> bool:
+        return name in (component, component.partition("/")[0])
+
+    run: Counter[int] = Counter()
+    for component, counted in tensors.items():
+        if among(component):
+            run += counted
+    formula = [one for one in moment.tensors if among(one.component)]
+    names = {one.bytes: one.what for one in formula}
+    theirs = Counter(sizes(formula))
+    mine = (f"{count} × {format_size(size)} in the run only" for size, count in _most(run - theirs))
+    other = (f"{count} × {names[size]} in the formula only" for size, count in _most(theirs - run))
+    return "; ".join((*mine, *other))
+
+
+def _most(counted: Counter[int]) -> list[tuple[int, int]]:
+    """The sizes that make the most bytes."""
+    return sorted(counted.items(), key=lambda item: -item[0] * item[1])[:_NAMED]

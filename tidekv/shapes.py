@@ -1,0 +1,91 @@
+"""The sizes of a decoder that decide its memory, read off its configuration without torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tidekv.errors import LoadError
+
+_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
+#: Families of pre-norm, rotary attention and a gated MLP, and what their layers have besides.
+_BIASES, _HEAD_NORMS = frozenset({"qwen2"}), frozenset({"qwen3"})
+FAMILIES = frozenset({"llama", "mistral"}) | _BIASES | _HEAD_NORMS
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One decoder.
+
+    Attributes:
+        family: ``config.model_type``.
+        layers: N.
+        hidden: d.
+        mlp: d_ff.
+        query_heads, kv_heads, head: Hq, Hkv and D.
+        vocabulary: V.
+        tied: whether the head is the embeddings.
+        element: bytes of a number, b.
+    """
+
+    family: str
+    layers: int
+    hidden: int
+    mlp: int
+    query_heads: int
+    kv_heads: int
+    head: int
+    vocabulary: int
+    tied: bool
+    element: int
+
+    @property
+    def attention(self) -> int:
+        """Width of all query heads, Hq·D."""
+        return self.query_heads * self.head
+
+    def weights(self) -> list[int]:
+        """Bytes of each parameter, and of the two buffers of the rotary embedding (fp32).
+
+        Embeddings and head V·d; a layer's projections Hq·D·d (twice) and Hkv·D·d (twice), its MLP
+        3·d_ff·d, its norms 2·d; the last norm d. Qwen2 has biases of the three projections, Qwen3
+        norms of queries' and keys' heads.
+        """
+        d, queries, keys = self.hidden, self.attention, self.kv_heads * self.head
+        layer = [queries * d, keys * d, keys * d, d * queries, *[self.mlp * d] * 3, d, d]
+        if self.family in _BIASES:
+            layer += [queries, keys, keys]
+        if self.family in _HEAD_NORMS:
+            layer += [self.head, self.head]
+        ends = [self.vocabulary * d] * (1 if self.tied else 2)
+        numbers = [*ends, *layer * self.layers, d]
+        return [self.element * one for one in numbers] + [2 * self.head] * 2
+
+
+def shape_of(config: Mapping[str, Any], dtype: str | None = None) -> Shape | None:
+    """The shape that a ``config.json`` describes; None: its family or its dtype isn't known.
+
+    Args:
+        dtype: of the weights; None: what the configuration says.
+
+    Raises:
+        LoadError: the configuration lacks a size.
+    """
+    said = dtype or config.get("dtype") or config.get("torch_dtype")
+    if config.get("model_type") not in FAMILIES or said not in _ELEMENT:
+        return None
+    try:
+        heads = config["num_attention_heads"]
+        return Shape(
+            family=config["model_type"],
+            layers=config["num_hidden_layers"],
+            hidden=config["hidden_size"],
+            mlp=config["intermediate_size"],
+            query_heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head=config.get("head_dim") or config["hidden_size"] // heads,
+            vocabulary=config["vocab_size"],
+            tied=config.get("tie_word_embeddings", False),
+            element=_ELEMENT[said],
+        )
+    except KeyError as error:
+        raise LoadError(f"The model's configuration has no {error.args[0]}.") from error
