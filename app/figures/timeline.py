@@ -111,6 +111,7 @@ def timelines(
     figure.update_xaxes(showgrid=False, zeroline=False, automargin=False)
     figure.update_layout(
         hovermode="x unified",
+        hoverdistance=-1,  # between two events that are far apart, too
         dragmode="select",
         selectdirection="h",
         uniformtext={"minsize": 11, "mode": "hide"},

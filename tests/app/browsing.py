@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -71,6 +72,7 @@ def browsing(url: str, width: int = 1280, scheme: str = "light") -> Iterator[Any
         page.goto(url)
         yield page
         browser.close()
-    local = (url, url.replace("http", "ws"), "data:", "blob:")
+    host = urlsplit(url).netloc
+    local = (f"http://{host}/", f"ws://{host}/", "data:", "blob:")
     assert [address for address in asked if not address.startswith(local)] == []
     assert errors == []
