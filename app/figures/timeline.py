@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from app.figures.style import Look, Unit, dress, unit_of
 from memtrace.analysis.alignment import Axis
 from memtrace.analysis.peaks import Balance
-from memtrace.analysis.steps import Steps
+from memtrace.analysis.steps import KINDS, Steps
 from memtrace.analysis.summary import AccountSummary
 from memtrace.analysis.timeline import Timeline, timeline
 from memtrace.components import COLOURS, TENSOR_COMPONENTS
@@ -90,8 +90,8 @@ def timelines(
         if any(panel.timeline.components[name].any() for panel in panels)
     ]
     rulers = [_visible(panel, scale) for panel in panels]
-    most = max(map(len, rulers))
-    grid = _Grid(len(panels), most)
+    kinds = [kind for kind in KINDS if any(kind == one.kind for own in rulers for one in own)]
+    grid = _Grid(len(panels), len(kinds))
     figure = go.Figure()
     for number, panel in enumerate(panels):
         axes = {"xaxis": f"x{_suffix(number)}", "yaxis": f"y{_suffix(number)}"}
@@ -100,8 +100,9 @@ def timelines(
         for trace in _rulers(rulers[number], scale, look):
             figure.add_trace(trace.update(axes | {"yaxis": f"y{_ruler_of(number)}"}))
         _lay_out(figure, number, panel.name, grid, scale, unit)
-        kinds = [ruler.kind for ruler in rulers[number]]
-        figure.layout[f"yaxis{_ruler_of(number)}"].update(tickvals=kinds, range=(most - 0.5, -0.5))
+        figure.layout[f"yaxis{_ruler_of(number)}"].update(
+            categoryarray=kinds, tickvals=kinds, range=(len(kinds) - 0.5, -0.5)
+        )
         for instant in instants:
             figure.add_shape(_mark(instant, number, look))
     _name_once(figure)
@@ -112,6 +113,7 @@ def timelines(
     figure.update_layout(
         hovermode="x unified",
         hoverdistance=-1,  # between two events that are far apart, too
+        barmode="overlay",  # each ruler in the middle of its row
         dragmode="select",
         selectdirection="h",
         uniformtext={"minsize": 11, "mode": "hide"},
@@ -142,7 +144,7 @@ class _Grid:
     """Where panels stand; parts of the figure's width and height, from below."""
 
     panels: int
-    rulers: int  # of the panel that has most
+    rulers: int  # of a panel
 
     @property
     def columns(self) -> int:

@@ -131,6 +131,15 @@ def rulers(figure: go.Figure, axis: str = "x") -> dict[str, go.Bar]:
     return {bar.name: bar for bar in bars if bar.xaxis == axis}
 
 
+def test_rulers_of_one_kind_are_in_one_row_in_every_panel(panels: list[Panel]) -> None:
+    first, second = panels[0], replace(panels[1], rulers=panels[1].rulers[:1])
+    figure = drawn(second, first)
+    for axis in (figure.layout.yaxis101, figure.layout.yaxis102):
+        assert axis.categoryarray == axis.tickvals == ("phase", "layer")
+        assert axis.range == (1.5, -0.5)
+    assert figure.layout.barmode == "overlay"  # or else bars leave their row
+
+
 def test_rulers_above_a_stack_say_what_the_program_did(panels: list[Panel]) -> None:
     found = rulers(drawn(*panels))
     assert list(found["phase"].text) == ["prefill"]
