@@ -62,7 +62,7 @@ exit status: 0 all answered, 1 out of memory or disk, 2 bad input or a request f
 _TABLES_EPILOG = """\
 examples:
   tidekv tables --persistent
-  tidekv tables --persistent --workload traces/mixed-150.jsonl -o runs
+  tidekv tables --persistent --workload my-mix.jsonl -o runs
   memtrace stability runs/snapkv-native.memtrace
 """
 
@@ -264,7 +264,10 @@ def _add_tables(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="{native, async} x {SnapKV, TideKV}, 150 requests each in one process",
     )
     tables.add_argument(
-        "--workload", type=Path, metavar="FILE", help="other requests (default: 5 cycles of 30)"
+        "--workload",
+        type=Path,
+        metavar="FILE",
+        help="other requests (default: those of traces/mixed-150.jsonl)",
     )
     tables.add_argument("--requests", type=int, default=150, metavar="N", help="the first N only")
     tables.add_argument("--card", default="a100-40g", help="default: %(default)s")

@@ -20,11 +20,8 @@ from memtrace.sizes import format_size
 from tidekv import workloads
 from tidekv.errors import TidekvError
 
-#: One cycle of the mix: 150 requests are five of them.
-LENGTHS = (
-    *[1024] * 8, *[2048] * 6, *[4096] * 6, *[8192] * 4,
-    *[16384] * 2, *[32768] * 2, 65536, 131072,
-)  # fmt: skip
+#: One cycle of the mix, that of traces/mixed-150.jsonl.
+LENGTHS = (1024, 4096, 8192, 16384, 32768, 65536, 131072)
 NEW_TOKENS = 2
 
 #: Larger than the paper's chunks of 2,048 rows: millions of tokens are read.
