@@ -7,8 +7,8 @@ import pandas as pd
 
 from app.figures.fragmentation import History, Instant
 from memtrace.analysis.occupancy import Stop
-from memtrace.analysis.segments import State
 from memtrace.sizes import format_size
+from memtrace.trace.schema import State
 
 #: What of reserved memory there is, from :class:`memtrace.analysis.fragmentation.Parts`.
 _PARTS = ("reserved", "allocated", "slack", "pending", "hard", "releasable", "private")

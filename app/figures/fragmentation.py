@@ -14,9 +14,10 @@ from memtrace.analysis.accounts import Account
 from memtrace.analysis.occupancy import Course, Occupancy, Stop, course, occupancy
 from memtrace.analysis.places import Place
 from memtrace.analysis.places import place as place_of
-from memtrace.analysis.segments import SMALL_SEGMENT, Layout, State, layout_at
+from memtrace.analysis.segments import SMALL_SEGMENT, Layout, layout_at
 from memtrace.components import COLOURS, TENSOR_COMPONENTS, base
 from memtrace.sizes import format_size
+from memtrace.trace.schema import State
 
 #: Rows of the segment map at most, and how many places of a row are told apart.
 _ROWS, _CELLS = 24, 1024

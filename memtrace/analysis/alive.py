@@ -41,7 +41,7 @@ def largest(account: Account, event: int, count: int) -> list[Storage]:
                 bytes=int(events["bytes"][born]),
                 age_us=int(account.time_us[event] - account.time_us[born]),
                 place=place(process, int(contexts["scope"][context])),
-                stack=tuple(process.stacks["frames"][stack] or ()) if stack >= 0 else (),
+                stack=process.frames(stack),
             )
         )
     return found

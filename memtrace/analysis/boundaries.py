@@ -15,9 +15,9 @@ import numpy as np
 from memtrace.analysis.accounts import Account, accounts
 from memtrace.analysis.fragmentation import Fragmentation, fragmentation
 from memtrace.analysis.process import ProcessMemory, process_memory
-from memtrace.analysis.segments import State, layout_at
+from memtrace.analysis.segments import layout_at
 from memtrace.trace.reader import ProcessTrace, Trace
-from memtrace.trace.schema import Action
+from memtrace.trace.schema import Action, State
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from memtrace.allocator.settings import OLDEST, SMALL_LIMIT, Settings, Version
 from memtrace.analysis.accounts import Account
 from memtrace.analysis.fragmentation import Owner, Parts, parts
 from memtrace.analysis.places import Place, place
-from memtrace.analysis.segments import Layout, State
+from memtrace.analysis.segments import Layout
 from memtrace.sizes import format_size
-from memtrace.trace.schema import Action
+from memtrace.trace.schema import Action, State
 
 #: The first version whose history names the pool of a block.
 POOLS_ARE_NAMED: Version = (2, 13)
@@ -473,7 +473,7 @@ def _obstacles(
             requested=int(blocks.requested[row]),
             component=blocks.component[row] or "other",
             place=place(process, int(blocks.scope[row])),
-            stack=tuple(process.stacks["frames"][stack] or ()) if stack >= 0 else (),
+            stack=process.frames(stack),
             age_us=now - int(account.time_us[birth]),
             pending=bool(blocks.state[row] == State.PENDING),
         )

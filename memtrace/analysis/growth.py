@@ -11,7 +11,7 @@ from memtrace.analysis.places import OUTSIDE, place
 from memtrace.analysis.stability import Slope, slope
 from memtrace.sizes import format_size
 from memtrace.trace.reader import ProcessTrace
-from memtrace.trace.schema import Action
+from memtrace.trace.schema import Action, State
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def growing_allocations(
         key = (
             contexts["component"][now],
             "in a request, outside every other scope" if only else str(where.folded()),
-            _frames(process, int(contexts["stack"][made])),
+            process.frames(int(contexts["stack"][made])),
         )
         found[key] = found[key] + level if key in found else level
     return _growing(
@@ -120,7 +120,7 @@ def growing_blocks(
         snapshots: one a request.
     """
     blocks = process.blocks
-    used = np.flatnonzero(blocks["state"] != 0)
+    used = np.flatnonzero(blocks["state"] != State.FREE)
     size, stack = blocks["bytes"][used], blocks["stack"][used].astype(np.int64)
     kinds, kind = np.unique(
         np.stack([stack, np.where(stack < 0, size, 0)], axis=1), axis=0, return_inverse=True
@@ -136,7 +136,7 @@ def growing_blocks(
             (
                 None,
                 f"blocks of {format_size(one)}" if number < 0 else "blocks of any size",
-                _frames(process, number),
+                process.frames(number),
                 _Levels(held[wanted, row], count[wanted, row]),
             )
             for row, (number, one) in enumerate(kinds.tolist())
@@ -182,10 +182,6 @@ class _Held:
             tuple(row): _Levels(held[number], count[number])
             for number, row in enumerate(kinds.tolist())
         }
-
-
-def _frames(process: ProcessTrace, stack: int) -> tuple[str, ...]:
-    return tuple(process.stacks["frames"][stack] or ()) if stack >= 0 else ()
 
 
 def _growing(

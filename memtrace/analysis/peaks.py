@@ -105,7 +105,7 @@ def top_allocations(account: Account, event: int, born: np.ndarray | None = None
     for now, birth, count, size in zip(*divmod(kinds, many), counts, sizes, strict=True):
         where = place(account.process, int(contexts["scope"][birth]))
         stack = int(contexts["stack"][birth])
-        frames = tuple(account.process.stacks["frames"][stack] or ()) if stack >= 0 else ()
+        frames = account.process.frames(stack)
         key = (contexts["component"][now], where.folded(), frames)
         groups.setdefault(key, []).append((where.layer, int(count), int(size)))
     found = [

@@ -125,7 +125,7 @@ class Persistence:
 
     @cached_property
     def _groups(self) -> Sequence[int | None]:
-        return _groups(self.counted, self.grouped)
+        return [one.prompt_tokens if self.grouped else None for one in self.counted]
 
     def _measure(self, name: str) -> Measure | None:
         values = [value for one in self.counted if (value := getattr(one, name)) is not None]
@@ -169,10 +169,6 @@ def persistence(
     # What was asked after the last ones may be lost, where a process was killed.
     told = tuple(row for row in counted if row.allocated is not None)
     return Persistence(one, limit, warmup, told or counted, grouped, rss)
-
-
-def _groups(rows: Sequence[Boundary], grouped: bool) -> Sequence[int | None]:
-    return [row.prompt_tokens if grouped else None for row in rows]
 
 
 def _warmup(lengths: Sequence[int | None], cycles: int, *, grouped: bool) -> int:

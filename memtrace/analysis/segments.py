@@ -11,13 +11,12 @@ Definitions of the counters: ``c10/cuda/CUDACachingAllocator.cpp``; equal to
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
 
 from memtrace.analysis.accounts import Account
-from memtrace.trace.schema import Action
+from memtrace.trace.schema import Action, State
 
 #: A segment of the small pool: cudaMalloc'ed in this size only, expandable ones in pages of it.
 SMALL_SEGMENT = 2 << 20
@@ -25,14 +24,6 @@ SMALL_SEGMENT = 2 << 20
 LARGE_PAGE = 10 << 20
 #: Larger blocks lie in the large pool.
 SMALL_BLOCK = 1 << 20
-
-
-class State(IntEnum):
-    """What a block is."""
-
-    FREE = 0
-    ALLOCATED = 1
-    PENDING = 2
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,12 @@ import numpy as np
 from memtrace.allocator.history import AFTER_RETRY, BEFORE, RETURNED
 from memtrace.allocator.metadata import birth_text, retag_text
 from memtrace.analysis.accounts import Account, accounts
-from memtrace.analysis.segments import State, layout_at
+from memtrace.analysis.segments import layout_at
 from memtrace.errors import MemtraceError
 from memtrace.interchange import ours
 from memtrace.interchange.snapshot import OURS, PINNED
 from memtrace.trace.reader import ProcessTrace, Trace
-from memtrace.trace.schema import TABLES, Action
+from memtrace.trace.schema import TABLES, Action, State
 
 _ACTIONS: Mapping[Action, str] = {
     Action.ALLOC: "alloc",

@@ -13,14 +13,15 @@ from memtrace.allocator.layout import pool_name
 from memtrace.allocator.metadata import Names
 from memtrace.record.ledger import Ledger
 from memtrace.record.tensors import HIDDEN
+from memtrace.trace.schema import State
 
-#: The states of blocks, as tables number them; what PyTorch's documentation calls
+#: The states of blocks by PyTorch's words; what PyTorch's documentation calls
 #: active_awaiting_free is active_pending_free in its code.
 _STATES = {
-    "inactive": 0,
-    "active_allocated": 1,
-    "active_pending_free": 2,
-    "active_awaiting_free": 2,
+    "inactive": State.FREE,
+    "active_allocated": State.ALLOCATED,
+    "active_pending_free": State.PENDING,
+    "active_awaiting_free": State.PENDING,
 }
 _CURRENT = ("allocated", "reserved", "active", "requested", "inactive_split")
 _PEAKS = ("allocated", "reserved", "inactive_split")

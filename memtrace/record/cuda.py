@@ -302,12 +302,14 @@ class CudaSource:
 
     def _forget(self) -> None:
         """What is known of places in requests that are over."""
+        if not self._over:
+            return
         while self._over:
             self._ledger.over(self._over.pop())
-            self._texts.clear()
-            self._names.forget()
-            for history in self._histories:
-                history.forget()
+        self._texts.clear()
+        self._names.forget()
+        for history in self._histories:
+            history.forget()
 
     def _drain_device(
         self,

@@ -188,6 +188,10 @@ class ProcessTrace:
     def stacks(self) -> Columns:
         return self._linked["stacks"]
 
+    def frames(self, stack: int) -> tuple[str, ...]:
+        """The frames of row ``stack`` of the stacks, innermost first; of -1 none."""
+        return tuple(self.stacks["frames"][stack] or ()) if stack >= 0 else ()
+
     @cached_property
     def samples(self) -> Columns:
         return self._columns("samples")

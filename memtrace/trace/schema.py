@@ -38,6 +38,14 @@ class Action(IntEnum):
     FREE_COMPLETED = 10  # that block can be used again
 
 
+class State(IntEnum):
+    """What a block of a caching allocator is."""
+
+    FREE = 0
+    ALLOCATED = 1
+    PENDING = 2  # freed, and waiting for a stream
+
+
 #: The actions that move tensor bytes.
 TENSOR_ACTIONS = (Action.ALLOC, Action.FREE, Action.FREE_REQUESTED, Action.RETAG)
 #: Those after which the bytes belong to no component.
@@ -139,7 +147,7 @@ TABLES: dict[str, pa.Schema] = {
             ("expandable", pa.int8()),  # 1: a mapped range of an expandable one
         ]
     ),
-    # state: 0 free, 1 allocated, 2 freed and waiting for a stream.
+    # state: a State.
     # component: as the recorder booked it; null: free, or not booked.
     # stack: of who allocated it, -1: not recorded here.
     "blocks": pa.schema(

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from memtrace.analysis.accounts import Account, accounts
-from memtrace.analysis.segments import Layout, State, layout_at
+from memtrace.analysis.segments import Layout, layout_at
 from memtrace.interchange.importer import import_snapshot
 from memtrace.trace.reader import open_trace
-from memtrace.trace.schema import Action
+from memtrace.trace.schema import Action, State
 from tests.interchange.snapshots import DATA
 from tests.synthetic import History, prefill
 
