@@ -10,11 +10,14 @@ Shapes: B batch, Hq query heads, Hkv KV heads, G = Hq / Hkv, C chunk rows, P row
 end, D head size.
 """
 
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from typing import Any
 
 import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from memtrace import scopes
 from tidekv.errors import InfeasibleError, check_choice
@@ -100,6 +103,37 @@ def transformers_name(attention: str) -> str:
     if attention == "flash_attention_2" and not has_flash_package():
         return "sdpa"
     return attention
+
+
+def by_transformers(backend: Backend, module: Any, mask: torch.Tensor) -> Backend:
+    """The same attention by transformers' own function for it, with a mask in full.
+
+    Each of them expands K and V to the query heads, (B, Hq, P, D) each; ``eager`` holds the scores
+    (B, Hq, C, P) scaled and masked, in fp32 while it takes the softmax, and as weights.
+
+    Args:
+        module: the attention module that calls it.
+        mask: additive, (C, P).
+
+    Raises:
+        InfeasibleError: transformers' code for ``sdpa`` knows no soft cap.
+    """
+    softcap = getattr(module, "attn_logit_softcapping", None)
+    given = {} if softcap is None else {"softcap": softcap}
+    if backend.name == "eager":
+        forward = sys.modules[type(module).__module__].eager_attention_forward
+    elif softcap is None:
+        forward = sdpa_attention_forward
+    else:
+        raise InfeasibleError(
+            "transformers' attention sdpa knows no soft cap; use attention='eager'."
+        )
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+        out: torch.Tensor = forward(module, q, k, v, mask[None, None], scaling=scaling, **given)[0]
+        return out.transpose(1, 2)
+
+    return replace(backend, attend=attend)
 
 
 _Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], Partial]
@@ -188,7 +222,7 @@ class _Maths:
         dtype = torch.promote_types(q.dtype, torch.float32)
         logits = capped((q @ k.transpose(-1, -2)).to(dtype) * scaling, self._softcap)
         if causal:
-            logits += _causal_mask(logits)
+            logits += causal_mask(logits, *logits.shape[-2:])
         lse = logits.logsumexp(-1)
         weights = (logits - lse.unsqueeze(-1)).exp_()
         return weights.to(v.dtype) @ v, lse
@@ -199,11 +233,10 @@ def capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
-def _causal_mask(logits: torch.Tensor) -> torch.Tensor:
+def causal_mask(like: torch.Tensor, rows: int, keys: int) -> torch.Tensor:
     """(C, P), 0 where row i may see key j ≤ i + P - C, -inf elsewhere (bottom-right aligned)."""
-    rows, keys = logits.shape[-2:]
     with scopes.component("backend"):
-        mask = logits.new_full((rows, keys), float("-inf"))
+        mask = like.new_full((rows, keys), float("-inf"))
         return mask.triu_(diagonal=keys - rows + 1)
 
 
@@ -219,7 +252,7 @@ class _Eager:
         group = q.shape[1] // k.shape[1]
         logits = q @ k.repeat_interleave(group, dim=1).transpose(-1, -2) * scaling
         logits = capped(logits, self._softcap)
-        logits += _causal_mask(logits)
+        logits += causal_mask(logits, *logits.shape[-2:])
         weights = logits.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
         return weights @ v.repeat_interleave(group, dim=1)
 

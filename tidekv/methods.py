@@ -125,8 +125,8 @@ def as_text() -> str:
     columns = next(iter(rows.values())).keys()
     short = {name: name.replace("_", " ").split() for name in columns}
     lines = [
-        " " * 13 + "".join(f"{(*words, '')[part]:<9}" for words in short.values())
-        for part in (0, 1)
+        " " * 13 + "".join(f"{''.join(words[part : part + 1]):<9}" for words in short.values())
+        for part in range(max(map(len, short.values())))
     ]
     for selector, row in rows.items():
         lines.append(f"{selector:<13}" + "".join(f"{mark(row[name]):<9}" for name in columns))

@@ -40,6 +40,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
         "piece_rows": None,
     },
     "tidekv": {"schedule": "layer_major"},
+    "published": {"schedule": "layer_major_published", "piece_rows": None},
     "chunked": {"schedule": "chunked"},
     "full": {"schedule": "chunked", "selector": "none"},
     "online": {"schedule": "online"},

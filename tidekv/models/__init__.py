@@ -2,7 +2,8 @@
 
 :class:`~tidekv.models.stock.StockDecoder` runs any family through the model's own forward, one
 layer at a time. :class:`~tidekv.models.tight.TightDecoder` takes the steps of a layer apart for
-the families whose layer is pre-norm, rotary attention and a gated MLP, and so keeps less alive.
+the families whose layer is pre-norm, rotary attention and a gated MLP, and so keeps less alive;
+:class:`~tidekv.models.published.PublishedDecoder` keeps what TideKV's authors keep.
 """
 
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from tidekv.errors import InfeasibleError
+from tidekv.models.published import PublishedDecoder
 from tidekv.models.stock import Span, StockDecoder
 from tidekv.models.tight import HEAD_NORM, TightDecoder
 
@@ -25,7 +27,15 @@ FAMILIES = (
     "smollm3",
 )
 
-__all__ = ["FAMILIES", "Span", "StockDecoder", "TightDecoder", "check_family", "decoder_of"]
+__all__ = [
+    "FAMILIES",
+    "PublishedDecoder",
+    "Span",
+    "StockDecoder",
+    "TightDecoder",
+    "check_family",
+    "decoder_of",
+]
 
 
 def check_family(model: Any) -> None:

@@ -174,14 +174,17 @@ class StockDecoder:
 
     def step(self, step: Step, hidden: torch.Tensor) -> None:
         """One layer for one chunk: ``hidden`` (B, C, d) is overwritten with the layer's output."""
+        hidden.copy_(self.output(step, hidden))
+
+    def output(self, step: Step, hidden: torch.Tensor) -> torch.Tensor:
+        """One layer's output for one chunk (B, C, d), a new tensor."""
         final = self.final_norm
         setattr(self.base, self._norm, nn.Identity())
-        taken = _step.set(step)
         try:
-            with nullcontext() if step.watch.input_rows == 0 else self._inputs_watched(step):
-                hidden.copy_(self._forward(self.base, step.index, step.span, hidden)[0])
+            with self._serving(step):
+                output: torch.Tensor = self._forward(self.base, step.index, step.span, hidden)[0]
+                return output
         finally:
-            _step.reset(taken)
             setattr(self.base, self._norm, final)
 
     def project(self, step: Step, hidden: torch.Tensor) -> None:
@@ -190,6 +193,16 @@ class StockDecoder:
 
     def last_row(self, step: Step, hidden: torch.Tensor) -> None:
         """The rest of the last layer for the last row (B, 1, d), in place: here nothing."""
+
+    @contextmanager
+    def _serving(self, step: Step) -> Iterator[None]:
+        """Have an attention module that runs write to, read from and tell this step."""
+        taken = _step.set(step)
+        try:
+            with nullcontext() if step.watch.input_rows == 0 else self._inputs_watched(step):
+                yield
+        finally:
+            _step.reset(taken)
 
     @contextmanager
     def _inputs_watched(self, step: Step) -> Iterator[None]:
@@ -227,7 +240,7 @@ class StockDecoder:
             "hidden_states": normed,
             "attention_mask": None,
             "position_embeddings": (cos, sin),
-            compat.layer_cache_argument(module): _StandIn(),
+            compat.layer_cache_argument(module): StandIn(),
         }
         config = self.model.config
         before = config._attn_implementation
@@ -245,7 +258,7 @@ class StockDecoder:
         self.base.layers = nn.ModuleList(layers)
         positions = torch.arange(span.start, span.stop, device=hidden.device)[None]
         self.base.rotary_emb.total = span.total
-        options = {compat.cache_argument(self.model): _StandIn(), "position_ids": positions}
+        options = {compat.cache_argument(self.model): StandIn(), "position_ids": positions}
         # The first layer gets what embeddings give, which some families scale within their forward.
         # What comes later must not be scaled, so it is put in behind that.
         taker = None if index == 0 else layers[0] if layers else self.final_norm
@@ -287,7 +300,7 @@ class _Rotary(nn.Module):
         return cos[:, :-1], sin[:, :-1]
 
 
-class _StandIn(Cache):
+class StandIn(Cache):
     """In place of a cache: hands keys and values to the step that runs."""
 
     def __init__(self) -> None:

@@ -13,6 +13,7 @@ from tidekv.schedules.chunked import Chunked
 from tidekv.schedules.head_offload import HeadOffload
 from tidekv.schedules.kv_offload import KvOffload
 from tidekv.schedules.layer_major import LayerMajor
+from tidekv.schedules.layer_major_published import LayerMajorPublished
 from tidekv.schedules.online import Online
 from tidekv.schedules.whole_prompt import WholePrompt
 
@@ -20,6 +21,7 @@ SCHEDULES: Mapping[str, type[Schedule]] = {
     "whole_prompt": WholePrompt,
     "chunked": Chunked,
     "layer_major": LayerMajor,
+    "layer_major_published": LayerMajorPublished,
     "online": Online,
     "head_offload": HeadOffload,
     "kv_offload": KvOffload,
@@ -32,6 +34,7 @@ __all__ = [
     "HeadOffload",
     "KvOffload",
     "LayerMajor",
+    "LayerMajorPublished",
     "Online",
     "Schedule",
     "Task",
