@@ -54,6 +54,15 @@ def add_device(run: argparse.ArgumentParser) -> None:
     run.add_argument("--device", default="cpu", help="default: %(default)s")
 
 
+def add_untrained(run: argparse.ArgumentParser) -> None:
+    """Whether weights matter."""
+    run.add_argument(
+        "--untrained",
+        action="store_true",
+        help="take memory for the weights and don't read them: the answer means nothing",
+    )
+
+
 def add_batch(run: argparse.ArgumentParser) -> None:
     """How many prompts at once."""
     run.add_argument(

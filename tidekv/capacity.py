@@ -12,7 +12,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tidekv.arguments import add_batch, add_device, add_memory, add_methods, add_model
+from tidekv.arguments import (
+    add_batch,
+    add_device,
+    add_memory,
+    add_methods,
+    add_model,
+    add_untrained,
+)
 from tidekv.errors import DeviceMemoryError, TidekvError
 
 #: Tokens; every length that is tried is a multiple of it.
@@ -121,6 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     """Search; a model that doesn't fit is an answer of 0 tokens."""
     parser = argparse.ArgumentParser(prog="python -m tidekv.capacity", description=__doc__)
     add_model(parser)
+    add_untrained(parser)
     add_methods(parser)
     add_device(parser)
     add_batch(parser)

@@ -8,7 +8,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tidekv.arguments import add_batch, add_device, add_memory, add_methods, add_model, budget
+from tidekv.arguments import (
+    add_batch,
+    add_device,
+    add_memory,
+    add_methods,
+    add_model,
+    add_untrained,
+    budget,
+)
 from tidekv.errors import TidekvError
 from tidekv.plan_command import add_plan
 
@@ -130,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.set_defaults(command=_run)
     add_model(run)
+    add_untrained(run)
     prompt = run.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 text")
     prompt.add_argument(

@@ -87,25 +87,27 @@ def load_model(
             ``save_pretrained``, or a hub id.
         dtype: of the weights; None = the checkpoint's own, bfloat16 for presets.
         attention: "sdpa", "eager" or "flash_attention_2", for decoding and ``whole_prompt``.
-        weights: of presets: "random", "empty" (whatever the memory held; the host takes none
-            until it is written to), or "meta" (shapes only).
+        weights: "random" (of a folder or hub id, its trained ones), or, of all that has a
+            configuration, "empty" (whatever the memory held; the host takes none until it is
+            written to) or "meta" (shapes only).
 
     Returns:
-        (model, tokenizer); tokenizer is None for presets.
+        (model, tokenizer); tokenizer is None for presets, and where no trained weights are read.
 
     Raises:
         LoadError: no such model, or what it needs is missing.
         InfeasibleError: no such attention.
     """
-    import torch
 
     from tidekv.attention import ATTENTIONS, transformers_name
 
     check_choice("attention", attention, ATTENTIONS)
+    check_choice("kind of weights", weights, ("random", "empty", "meta"))
     attention = transformers_name(attention)
-    if name in PRESETS:
-        return _from_preset(name, dtype or torch.bfloat16, device, attention, weights), None
-    return _from_checkpoint(_source(name), dtype, device, attention)
+    if name not in PRESETS and weights == "random":
+        return _from_checkpoint(_source(name), dtype, device, attention)
+    config = _config(name)
+    return _from_config(config, dtype or config.dtype, device, attention, weights), None
 
 
 def config_of(name: str) -> Mapping[str, Any]:
@@ -275,22 +277,59 @@ def _from_checkpoint(
     return model.to(device).eval(), tokenizer
 
 
-def _from_preset(name: str, dtype: "torch.dtype", device: str, attention: str, weights: str) -> Any:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _config(name: str) -> Any:
+    """The configuration of a preset, folder or hub id, as transformers has it.
 
-    if weights not in ("random", "empty", "meta"):
-        raise LoadError(f"Weights of a preset are 'random', 'empty' or 'meta', not {weights!r}.")
-    config = AutoConfig.for_model(**PRESETS[name])
-    with torch.device(device if weights == "random" else "meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    Raises:
+        LoadError: there is none, or it doesn't say how the weights are held.
+    """
+    from transformers import AutoConfig
+
+    if name in PRESETS:
+        return AutoConfig.for_model(**config_of(name))
+    try:
+        with _quiet_transformers():
+            config = AutoConfig.from_pretrained(_source(name))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise LoadError(f"The configuration of {name!r} can't be read: {reason}") from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise LoadError(
+            f"The weights of {name!r} are quantised, and only reading them tells their size; use a "
+            "model in float32, bfloat16 or float16."
+        )
+    return config
+
+
+def _from_config(config: Any, dtype: Any, device: str, attention: str, weights: str) -> Any:
+    """A model without trained weights; ``weights`` as of :func:`load_model`.
+
+    Raises:
+        LoadError: the configuration doesn't make a causal language model, or names no dtype.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if dtype is None:
+        raise LoadError("The model's configuration names no dtype; give one, such as bfloat16.")
+    try:
+        with torch.device(device if weights == "random" else "meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention
+            )
+    except ValueError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise LoadError(f"The configuration makes no causal language model: {reason}") from error
     if weights == "empty":
+        made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # tied weights stay one
         for module in model.modules():
-            for name_, parameter in module.named_parameters(recurse=False):
-                nothing = torch.empty_like(parameter, device=device)
-                setattr(module, name_, torch.nn.Parameter(nothing, requires_grad=False))
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter not in made:
+                    nothing = torch.empty_like(parameter, device=device)
+                    made[parameter] = torch.nn.Parameter(nothing, requires_grad=False)
+                setattr(module, name, made[parameter])
         with torch.device(device):  # its table is no weight
-            model.base_model.rotary_emb = type(model.base_model.rotary_emb)(config)
+            model.base_model.rotary_emb = type(model.base_model.rotary_emb)(model.config)
     return model.eval()
 
 

@@ -217,8 +217,9 @@ def equations(found: "Plan") -> "Table":
 def where(found: "Plan") -> str:
     """Where the peak was, and where it is by formula."""
     place = found.account.place.within if found.account else "nowhere"
-    by = "no formula is known for this" if found.moment is None else found.moment.where
-    return f"peak {place}; by formula: {by}"
+    if found.moment is None:
+        return f"peak {place}. No formulas are known for this: {found.unknown}."
+    return f"peak {place}; by formula: {found.moment.where}"
 
 
 def compared(found: "Sequence[Plan]") -> "Table":

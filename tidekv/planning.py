@@ -22,13 +22,11 @@ from memtrace.devices import Device
 from memtrace.dryrun import dry_run
 from memtrace.sizes import format_size
 from memtrace.trace.reader import Trace
-from tidekv import budgets
 from tidekv.capacity import Longest, Probe
 from tidekv.cards import card_of
 from tidekv.errors import TidekvError, check_choice
-from tidekv.formulas import Case, Moment, peak, sizes
-from tidekv.loading import config_of
-from tidekv.shapes import shape_of
+from tidekv.formulas import Moment, peak, sizes
+from tidekv.formulas.asked import PLACEMENT, UnknownFormula, case_of
 
 #: Methods that have a name; what they set of the command line.
 METHODS: Mapping[str, Mapping[str, Any]] = {
@@ -46,16 +44,12 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "online": {"schedule": "online"},
     "headinfer": {"schedule": "head_offload", "selector": "none"},
 }
-#: What has parts of a prefill elsewhere than on the device.
-_PLACEMENT = ("stream_weights", "host_bridge", "park_caches", "host_embeddings")
 #: Options of ``tidekv run`` that a plan hands on, by their names in the command line.
 _PASSED = (
     *("model", "schedule", "selector", "cache", "budget", "chunk_size", "schedule_option"),
     *("selector_option", "cache_option", "scoring", "attention", "dtype", "batch", "piece_rows"),
-    *_PLACEMENT,
+    *PLACEMENT,
 )
-#: What schedules and selectors take where nothing is said; a test holds them to the classes.
-CHUNK, PIECE, WINDOW, BLOCK = 512, 512, 32, 2048
 #: PyTorch warns of each request that meets no room; that is what is asked here.
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 #: A larger difference between a term and its formula is explained.
@@ -93,6 +87,7 @@ class Plan:
         prompt: tokens.
         trace: of the run.
         moment: its peak by formulas; None: none are known.
+        unknown: why none are, in a clause.
     """
 
     method: str
@@ -100,6 +95,7 @@ class Plan:
     prompt: int
     trace: Trace
     moment: Moment | None
+    unknown: str = ""
 
     @cached_property
     def summary(self) -> Summary:
@@ -140,6 +136,7 @@ class Plan:
             "headroom": self.headroom,
             "reserved": {"peak": self.reserved_peak},
             "formula_peak": self.moment and self.moment.where,
+            "formula_unknown": self.unknown or None,
             "terms": [asdict(one) | {"difference": one.difference} for one in self.terms()],
         }
 
@@ -186,11 +183,12 @@ def plan(arguments: argparse.Namespace, method: str, out: Path) -> Plan:
     """
     if out.exists():
         raise TidekvError(f"{out} is there already; remove it or name another with -o.")
-    card, moment = card_of(arguments.device), _moment(arguments)
+    card = card_of(arguments.device)
+    moment, unknown = _moment(arguments, card)
     words = ["run", *options(arguments), "--prompt-tokens", str(arguments.prompt)]
-    words += ["--max-new-tokens", "0", "--device", "cuda", "--json"]
+    words += ["--max-new-tokens", "0", "--device", "cuda", "--untrained", "--json"]
     trace, _ = _run(arguments, ["tidekv", *words], out)
-    found = Plan(method, card, arguments.prompt, trace, moment)
+    found = Plan(method, card, arguments.prompt, trace, moment, unknown)
     if found.fits:
         _check(trace)
     return found
@@ -203,7 +201,8 @@ def longest(arguments: argparse.Namespace) -> Longest:
         TidekvError, SystemExit: as :func:`plan`.
     """
     card_of(arguments.device)
-    words = [*options(arguments), "--device", "cuda", "--up-to", str(arguments.up_to)]
+    words = [*options(arguments), "--device", "cuda", "--untrained"]
+    words += ["--up-to", str(arguments.up_to)]
     with tempfile.TemporaryDirectory(prefix="tidekv-") as scratch:
         run = Path(scratch) / "capacity.memtrace"
         trace, said = _run(arguments, ["tidekv.capacity", *words], run, source="none")
@@ -243,49 +242,17 @@ def _check(trace: Trace) -> None:
         raise SystemExit(code)
 
 
-def _moment(arguments: argparse.Namespace) -> Moment | None:
-    """The peak by formulas; None: none are known, or the planned run will say what is wrong."""
-    shape = shape_of(config_of(arguments.model), arguments.dtype)
-    given = dict(
-        pair.split("=", 1)
-        for pair in (*arguments.schedule_option, *arguments.selector_option)
-        if "=" in pair
-    )
-    known = (
-        arguments.schedule in ("whole_prompt", "layer_major")
-        and (arguments.selector, arguments.cache) == ("snapkv", "full_precision")
-        and arguments.scoring == "blockwise"
-        and arguments.attention != "eager"
-        and not any(getattr(arguments, one) for one in _PLACEMENT)
-        and given.keys() <= {"chunk_size", "piece_rows", "window", "block_size"}
-    )
-    if shape is None or not known or shape.element != 2:  # else attention isn't FlashAttention
-        return None
-    budget = budgets.default(arguments.prompt) if arguments.budget is None else arguments.budget
+def _moment(arguments: argparse.Namespace, card: Device) -> tuple[Moment | None, str]:
+    """The peak by formulas; why there is none."""
     try:
-        numbers = {name: int(value) for name, value in given.items()}
-        kept = budgets.rows(budget, arguments.prompt)
-    except ValueError:
-        return None
-    return peak(
-        Case(
-            shape,
-            arguments.schedule,
-            batch=arguments.batch,
-            prompt=arguments.prompt,
-            kept=kept,
-            chunk=arguments.chunk_size or numbers.get("chunk_size", CHUNK),
-            piece=arguments.piece_rows or numbers.get("piece_rows", PIECE),
-            window=numbers.get("window", WINDOW),
-            block=numbers.get("block_size", BLOCK),
-            workspace=card_of(arguments.device).cublas_workspace,
-        )
-    )
+        return peak(case_of(arguments, card)), ""
+    except UnknownFormula as error:
+        return None, str(error)
 
 
 def _terms(one: AccountSummary, moment: Moment | None, *, explain: bool) -> Iterator[Term]:
     at_peak = one.peak
-    tensors = _tensors(one)
+    tensors = tensors_at_peak(one)
 
     def term(name: str, planned: int) -> Term:
         if moment is None:
@@ -309,8 +276,8 @@ def _terms(one: AccountSummary, moment: Moment | None, *, explain: bool) -> Iter
     yield Term("process", at_peak.process, None)
 
 
-def _tensors(one: AccountSummary) -> Mapping[str, Counter[int]]:
-    """What is alive at the peak, by component: how many tensors of each size."""
+def tensors_at_peak(one: AccountSummary) -> Mapping[str, Counter[int]]:
+    """What is alive at the peak of allocated, by component: how many tensors of each size."""
     process, lives = one.account.process, one.account.lives
     events, components = process.events, process.contexts["component"]
     live = lives.allocated(one.peak.event)

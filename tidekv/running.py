@@ -140,6 +140,7 @@ def load(arguments: argparse.Namespace) -> Loaded:
     schedule = methods.schedule
     streams = isinstance(schedule, LayerMajor) and schedule.stream_weights
     on_host = streams or arguments.host_embeddings
+    untrained = arguments.untrained or arguments.model in PRESETS
     if isinstance(schedule, LayerMajor) and on_host:
         methods = replace(methods, schedule=replace(schedule, device=device))
     model, tokenizer = load_model(
@@ -147,10 +148,10 @@ def load(arguments: argparse.Namespace) -> Loaded:
         dtype=dtype,
         device="cpu" if on_host else device,
         attention=arguments.attention,
-        weights="empty" if on_host else "random",
+        weights="empty" if arguments.untrained or (on_host and untrained) else "random",
     )
     if on_host:
-        _place_layers(arguments.model, model, device, streams)
+        _place_layers(model, device, streams=streams, pinned=not untrained)
     return Loaded(methods, model, tokenizer)
 
 
@@ -175,12 +176,12 @@ def read(
     )
 
 
-def _place_layers(name: str, model: Any, device: str, streams: bool) -> None:
+def _place_layers(model: Any, device: str, *, streams: bool, pinned: bool) -> None:
     """Bring the layers of a model on the host to where they run, or make them ready to go there."""
     layers = model.base_model.layers
     if not streams:
         layers.to(device)
-    elif torch.device(device).type == "cuda" and name not in PRESETS:
+    elif torch.device(device).type == "cuda" and pinned:
         for weight in layers.parameters():  # copies overlap with computing from pinned memory only
             weight.data = weight.data.pin_memory()
 

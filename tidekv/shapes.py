@@ -24,7 +24,7 @@ class Shape:
         query_heads, kv_heads, head: Hq, Hkv and D.
         vocabulary: V.
         tied: whether the head is the embeddings.
-        element: bytes of a number, b.
+        dtype: of a number.
     """
 
     family: str
@@ -36,12 +36,22 @@ class Shape:
     head: int
     vocabulary: int
     tied: bool
-    element: int
+    dtype: str
+
+    @property
+    def element(self) -> int:
+        """Bytes of a number, b."""
+        return _ELEMENT[self.dtype]
 
     @property
     def attention(self) -> int:
         """Width of all query heads, Hq·D."""
         return self.query_heads * self.head
+
+    @property
+    def normalises_heads(self) -> bool:
+        """Whether queries and keys are normalised per head before the rotation."""
+        return self.family in _HEAD_NORMS
 
     def weights(self) -> list[int]:
         """Bytes of each parameter, and of the two buffers of the rotary embedding (fp32).
@@ -54,7 +64,7 @@ class Shape:
         layer = [queries * d, keys * d, keys * d, d * queries, *[self.mlp * d] * 3, d, d]
         if self.family in _BIASES:
             layer += [queries, keys, keys]
-        if self.family in _HEAD_NORMS:
+        if self.normalises_heads:
             layer += [self.head, self.head]
         ends = [self.vocabulary * d] * (1 if self.tied else 2)
         numbers = [*ends, *layer * self.layers, d]
@@ -85,7 +95,7 @@ def shape_of(config: Mapping[str, Any], dtype: str | None = None) -> Shape | Non
             head=config.get("head_dim") or config["hidden_size"] // heads,
             vocabulary=config["vocab_size"],
             tied=config.get("tie_word_embeddings", False),
-            element=_ELEMENT[said],
+            dtype=said,
         )
     except KeyError as error:
         raise LoadError(f"The model's configuration has no {error.args[0]}.") from error

@@ -1,16 +1,19 @@
 """Formulas of a prefill's peak, against models and against each other."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tests.tidekv.conftest import make_tiny
-from tidekv import planning
 from tidekv.errors import LoadError
 from tidekv.formulas import Case, peak
+from tidekv.formulas.asked import DEFAULTS
 from tidekv.loading import config_of
-from tidekv.schedules import LayerMajor
-from tidekv.selectors import SnapKV
+from tidekv.methods import CACHES
+from tidekv.schedules import SCHEDULES
+from tidekv.selectors import SELECTORS
 from tidekv.shapes import FAMILIES, Shape, shape_of
 
 GiB = 1 << 30
@@ -26,7 +29,25 @@ def llama() -> Shape:
 @pytest.fixture
 def case(llama: Shape) -> Case:
     """The paper's setting at 64 K."""
-    return Case(llama, "layer_major", 1, 65536, 4096, 2048, 512, 32, 2048, 8_519_680)
+    return Case(
+        shape=llama,
+        schedule="layer_major",
+        selector="snapkv",
+        kernel="flash",
+        batch=1,
+        prompt=65536,
+        kept=(4096,) * 32,
+        chunk=2048,
+        piece=512,
+        window=32,
+        block=2048,
+        pooled=7,
+        mlp_rows=None,
+        quantised=None,
+        placed=frozenset(),
+        workspace=8_519_680,
+        processors=108,
+    )
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -49,10 +70,18 @@ def test_a_configuration_without_a_size_is_refused_by_name() -> None:
         shape_of({"model_type": "llama", "dtype": "float32", "num_attention_heads": 4})
 
 
-def test_defaults_are_those_of_the_classes() -> None:
-    schedule, selector = LayerMajor(), SnapKV()
-    assert (schedule.chunk_size, schedule.piece_rows) == (planning.CHUNK, planning.PIECE)
-    assert (selector.window, selector.block_size) == (planning.WINDOW, planning.BLOCK)
+@pytest.mark.parametrize(
+    ("what", "registry"), [("schedule", SCHEDULES), ("selector", SELECTORS), ("cache", CACHES)]
+)
+def test_defaults_are_those_of_the_classes(
+    what: str, registry: Mapping[str, Callable[..., Any]]
+) -> None:
+    for name, values in DEFAULTS[what].items():
+        if name == "none":
+            continue
+        made = registry[name]
+        chosen = made.layer_class() if what == "cache" else made()  # type: ignore[attr-defined]
+        assert {key: getattr(chosen, key) for key in values} == dict(values)
 
 
 @pytest.mark.parametrize(
@@ -91,5 +120,5 @@ def test_a_batch_takes_its_multiple_of_all_but_the_model(case: Case) -> None:
 
 
 def test_small_chunks_leave_scoring_at_the_peak(case: Case) -> None:
-    small = replace(case, kept=1024, chunk=128, piece=128)
+    small = replace(case, kept=(1024,) * 32, chunk=128, piece=128)
     assert peak(small).where == "layer 30, scoring"

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.tidekv.conftest import make_tiny
 from tidekv import loading
-from tidekv.errors import LoadError
+from tidekv.errors import InfeasibleError, LoadError
 from tidekv.loading import PRESETS, load_model, smollm2_folder
 from tidekv.models import decoder_of
 
@@ -164,7 +164,7 @@ def test_presets_have_the_published_size(name, parameters):
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
     assert model.dtype == torch.bfloat16
     assert decoder_of(model).head_dim == 128
-    with pytest.raises(LoadError, match="'random', 'empty' or 'meta', not 'fake'"):
+    with pytest.raises(InfeasibleError, match="no kind of weights 'fake'"):
         load_model(name, weights="fake")
 
 
@@ -178,6 +178,33 @@ def test_empty_weights_of_a_preset_take_no_memory(monkeypatch):
     assert resident(os.getpid()) - before < 1 << 30
     scaled = LlamaRotaryEmbedding(model.config).inv_freq
     assert torch.equal(model.model.rotary_emb.inv_freq, scaled)
+
+
+def test_empty_weights_of_a_folder_need_its_configuration_only(tmp_path):
+    made = make_tiny("llama", tie_word_embeddings=True)
+    made.config.save_pretrained(tmp_path)
+    model, tokenizer = load_model(str(tmp_path), dtype=torch.float16, weights="empty")
+    assert tokenizer is None
+    assert model.dtype == torch.float16
+    assert [one.shape for one in model.parameters()] == [one.shape for one in made.parameters()]
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.model.rotary_emb.inv_freq, made.model.rotary_emb.inv_freq)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
+        ({"dtype": None}, "names no dtype"),
+        ({"model_type": "t5"}, "no causal language model"),
+        ({"model_type": "nothing-like-it"}, "can't be read"),
+    ],
+)
+def test_what_a_configuration_does_not_say_is_no_model(tmp_path, change, reason):
+    config = make_tiny("llama").config.to_dict() | {"dtype": "float32"} | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LoadError, match=reason):
+        load_model(str(tmp_path), weights="empty")
 
 
 def test_random_weights_of_a_preset(monkeypatch):

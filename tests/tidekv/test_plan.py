@@ -108,6 +108,24 @@ def test_no_room_is_a_verdict() -> None:
 
 
 @ON_CARD
+def test_a_folder_without_weights_of_a_family_without_formulas_is_planned(tmp_path: Path) -> None:
+    config = {
+        "model_type": "gpt_neox",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 100,
+        "dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    told = plan("--model", tmp_path, "--prompt", "2000", "--device", "l4-24g")
+    assert told.returncode == 0, told.stderr
+    assert "No formulas are known for this: they know the families llama," in told.stdout
+    assert "tidekv: 2,000 tokens fit" in told.stdout
+
+
+@ON_CARD
 @pytest.mark.slow
 def test_the_longest_prompt_is_one_that_was_tried() -> None:
     told = plan(

@@ -1,0 +1,51 @@
+"""What prefills hold at their peaks: ``python -m tests.tidekv.peaks FILE``, where a card is.
+
+FILE is a JSON list of command lines of ``tidekv run``, each a list of words. Prints for each, on a
+line, what :func:`tidekv.planning.tensors_at_peak` finds. One process for all, which imports torch.
+"""
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from memtrace.analysis.summary import summarise
+from memtrace.record.here import record_here
+from memtrace.trace.reader import open_trace
+from tidekv import running
+from tidekv.arguments import (
+    add_batch,
+    add_device,
+    add_memory,
+    add_methods,
+    add_model,
+    add_untrained,
+)
+from tidekv.planning import tensors_at_peak
+
+
+def held(words: list[str]) -> dict[str, dict[int, int]]:
+    """By component, how many tensors of each size."""
+    parser = argparse.ArgumentParser()
+    for add in (add_model, add_methods, add_device, add_batch, add_memory, add_untrained):
+        add(parser)
+    parser.add_argument("--prompt-tokens", type=int)
+    parser.set_defaults(max_new_tokens=0, device="cuda", untrained=True)
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # each prefill makes its own
+    with tempfile.TemporaryDirectory() as scratch:
+        run = Path(scratch) / "run.memtrace"
+        with record_here(run):
+            running.run(parser.parse_args(words), stream=False)
+        account = summarise(open_trace(run)).primary
+        assert account is not None
+        return {name: dict(found) for name, found in tensors_at_peak(account).items()}
+
+
+if __name__ == "__main__":
+    for case in json.loads(Path(sys.argv[1]).read_text()):
+        print(json.dumps(held(case)), flush=True)

@@ -1,0 +1,163 @@
+"""Tensors that are alive at a moment, and what one prefill is to a formula.
+
+Symbols: B prompts of S tokens, C rows of a chunk, p rows of a piece, P rows up to a chunk's end, K
+rows kept, W window rows, b_s keys that scoring reads at a time, N layers, d hidden size, d_ff of
+the MLP, Hq query heads, Hkv KV heads, D head size, V vocabulary, b bytes of a number.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from tidekv.shapes import Shape
+
+#: The caching allocator's smallest block, of which every block is a multiple.
+_BLOCK = 512
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """``count`` tensors of one size.
+
+    Attributes:
+        component: what they belong to, such as ``KV_res/full``.
+        what: what they are, with their size in symbols.
+        bytes: of each, as the allocator counts it.
+    """
+
+    component: str
+    what: str
+    bytes: int
+    count: int = 1
+
+    @property
+    def total(self) -> int:
+        return self.bytes * self.count
+
+
+def tensor(component: str, what: str, size: int, count: int = 1) -> Tensor:
+    """``count`` tensors of ``size`` bytes, each in blocks of the allocator."""
+    return Tensor(component, what, -(-size // _BLOCK) * _BLOCK, count)
+
+
+def act(what: str, size: int, count: int = 1) -> Tensor:
+    """Activations."""
+    return tensor("Act", what, size, count)
+
+
+def temp(what: str, size: int, count: int = 1) -> Tensor:
+    """What selecting takes."""
+    return tensor("Temp", what, size, count)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is alive at once."""
+
+    where: str
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def total(self) -> int:
+        """Allocated bytes."""
+        return sum(one.total for one in self.tensors)
+
+    def of(self, component: str) -> int:
+        """Bytes of a component, all of its parts, or of one part such as ``KV_res/full``."""
+        return sum(
+            one.total
+            for one in self.tensors
+            if component in (one.component, one.component.partition("/")[0])
+        )
+
+
+#: A few moments, in the order of time.
+Moments = Iterable[Moment]
+
+
+def beside(held: Iterable[Tensor], moments: Moments, step: str = "") -> Iterator[Moment]:
+    """Moments during which other tensors are held, in a named step."""
+    before = tuple(held)
+    for one in moments:
+        yield Moment(f"{step}{one.where}", (*before, *one.tensors))
+
+
+def sizes(tensors: Iterable[Tensor]) -> list[int]:
+    """Bytes of each tensor, one by one; of none that is empty, which has no block."""
+    return [one.bytes for one in tensors for _ in range(one.count) if one.bytes]
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """A ``kivi`` cache: bits of a code, numbers of a group, rows in full."""
+
+    bits: int = 2
+    group: int = 32
+    residual: int = 128
+
+
+@dataclass(frozen=True)
+class Case:
+    """One prefill: ``shape``, and what was chosen. Rows, but for ``workspace`` in bytes.
+
+    Attributes:
+        schedule: by name.
+        selector: by name; None: every row is kept.
+        kernel: of attention, see :mod:`tidekv.formulas.attention`.
+        batch: B.
+        prompt: S.
+        kept: K of each layer, in order.
+        chunk: C.
+        piece: p.
+        window: W.
+        block: b_s.
+        pooled: neighbouring keys whose scores are pooled.
+        mlp_rows: rows of an MLP's piece in the model's own forward; None: all at once.
+        quantised: how kept rows are held; None: in full.
+        placed: names of the options that have parts of a prefill elsewhere.
+        workspace: what PyTorch gives cuBLAS on the card.
+        processors: streaming multiprocessors of the card.
+    """
+
+    shape: Shape
+    schedule: str
+    selector: str | None
+    kernel: str
+    batch: int
+    prompt: int
+    kept: Sequence[int]
+    chunk: int
+    piece: int
+    window: int
+    block: int
+    pooled: int
+    mlp_rows: int | None
+    quantised: Quantised | None
+    placed: frozenset[str]
+    workspace: int
+    processors: int
+
+    @property
+    def by_head(self) -> bool:
+        """Whether attention runs one KV head after the other."""
+        return self.schedule == "head_offload"
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Rows of each chunk, and rows up to its end."""
+        ends = [*range(self.chunk, self.prompt, self.chunk), self.prompt]
+        return [(end - start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def resident(case: Case) -> Iterator[Tensor]:
+    """Weights, token ids and cuBLAS's workspace: there all along."""
+    for size, count in Counter(case.shape.weights()).items():
+        yield tensor("model", "weights", size, count)
+    yield tensor("other", "token ids, 8·B·S", 8 * case.batch * case.prompt)
+    yield tensor("backend", "workspace of cuBLAS", case.workspace)
+
+
+def full(case: Case, rows: int, layers: int = 1) -> Tensor:
+    """Keys and values of layers that are not finished."""
+    s = case.shape
+    size = case.batch * s.kv_heads * rows * s.head * s.element
+    return tensor("KV_res/full", "K and V of a layer, B·Hkv·S·D·b", size, 2 * layers)
