@@ -201,14 +201,18 @@ class CudaSource:
     def retag(self, tensor: Tensor, component: str, *, only: tuple[str, ...] | None = None) -> None:
         """As :class:`memtrace.record.source.Source` has it."""
         if type(tensor) in _PLAIN and not _function_mode_active() and tensor.is_cuda:
-            self.annotate(tensor.untyped_storage().data_ptr(), self._retag_text(component, only))
+            self._retag_block(tensor.untyped_storage().data_ptr(), component, only)
             return
         with torch._C.DisableTorchFunction():
             if not tensor.is_cuda:
                 self._host.retag(tensor, component, only=only)
                 return
             for _, storage in self._host.storages(tensor):
-                self.annotate(storage.data_ptr(), self._retag_text(component, only))
+                self._retag_block(storage.data_ptr(), component, only)
+
+    def _retag_block(self, address: int, component: str, only: tuple[str, ...] | None) -> None:
+        if address:  # what is empty has no block
+            self.annotate(address, self._retag_text(component, only))
 
     def _retag_text(self, component: str, only: tuple[str, ...] | None) -> str:
         scope = self._place.get().scope

@@ -9,6 +9,7 @@ import threading
 
 import torch
 
+from memtrace import scopes
 from memtrace.record.here import record_here
 from tests.virtual_gpu.scripts.counting import counted
 
@@ -25,6 +26,7 @@ with record_here(sys.argv[1]) as one:
     def step(name: str) -> None:
         steps[name] = [one.checkpoint(), counted()]
 
+    scopes.retag(block(0), "Temp")  # which has no block
     step("seeded")
     side = torch.cuda.Stream()
     waiting = block(5 << 20)
