@@ -160,7 +160,7 @@ def _longest(arguments: argparse.Namespace) -> Longest:
     def probe(prompt: int) -> Probe:
         if isinstance(budget, int):
             arguments.budget = min(budget, prompt)
-        _forget()
+        forget()
         try:
             with running.memory_errors():
                 _read(arguments, loaded, prompt)
@@ -172,7 +172,7 @@ def _longest(arguments: argparse.Namespace) -> Longest:
             prompt, fits, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         )
 
-    _forget()
+    forget()
     room = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     first = ceiling(max(8 * STEP, budget if isinstance(budget, int) else 0))
     return search(probe, room=room, first=first, last=ceiling(arguments.up_to))
@@ -188,7 +188,7 @@ def _read(arguments: argparse.Namespace, loaded: Any, prompt: int) -> None:
         running.read(arguments, loaded, ids, done)
 
 
-def _forget() -> None:
+def forget() -> None:
     """Leave nothing of what was tried before, so that each prompt is as the first one."""
     import torch
 

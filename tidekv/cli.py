@@ -19,6 +19,7 @@ from tidekv.arguments import (
 )
 from tidekv.errors import TidekvError
 from tidekv.plan_command import add_plan
+from tidekv.tables_command import add_tables
 
 #: Raised when a key of ``run --json`` changes its meaning or goes away.
 JSON_SCHEMA = 2
@@ -65,13 +66,6 @@ of, and the next one goes on.
 
 exit status: 0 all answered, 1 out of memory or disk, 2 bad input or a request failed,
 130 interrupted.
-"""
-
-_TABLES_EPILOG = """\
-examples:
-  tidekv tables --persistent
-  tidekv tables --persistent --workload my-mix.jsonl -o runs
-  memtrace stability runs/snapkv-native.memtrace
 """
 
 _FIDELITY = """\
@@ -160,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_plan(commands)
     _add_workloads(commands)
-    _add_tables(commands)
+    add_tables(commands)
 
     fetch = commands.add_parser(
         "fetch",
@@ -257,35 +251,6 @@ def _add_workloads(commands: "argparse._SubParsersAction[argparse.ArgumentParser
     make.add_argument("-o", "--output", type=Path, metavar="FILE", required=True)
 
 
-def _add_tables(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    tables = commands.add_parser(
-        "tables",
-        help="the paper's memory results beside ours",
-        description="Reproduce the paper's study of a persistent server, with no GPU.",
-        epilog=_TABLES_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    tables.set_defaults(command=_tables)
-    tables.add_argument(
-        "--persistent",
-        action="store_true",
-        required=True,
-        help="{native, async} x {SnapKV, TideKV}, 150 requests each in one process",
-    )
-    tables.add_argument(
-        "--workload",
-        type=Path,
-        metavar="FILE",
-        help="other requests (default: those of traces/mixed-150.jsonl)",
-    )
-    tables.add_argument("--requests", type=int, default=150, metavar="N", help="the first N only")
-    tables.add_argument("--card", default="a100-40g", help="default: %(default)s")
-    tables.add_argument(
-        "-o", "--output", type=Path, metavar="FOLDER", help="keep the four runs there"
-    )
-    tables.add_argument("--json", action="store_true", help="print one JSON object instead")
-
-
 def _run(arguments: argparse.Namespace) -> None:
     from tidekv import running
 
@@ -300,7 +265,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     from tidekv import serving, workloads
     from tidekv.progress import progress_bar
 
-    _check_requests(arguments)
+    workloads.check_requests(arguments.requests)
     requests = workloads.load(arguments.workload)[: arguments.requests]
     failed = 0
     with progress_bar("Requests", total=len(requests)) as done:
@@ -315,33 +280,6 @@ def _serve(arguments: argparse.Namespace) -> None:
             done()
     if failed:
         raise TidekvError(f"{failed} of {len(requests)} requests failed.")
-
-
-def _check_requests(arguments: argparse.Namespace) -> None:
-    if arguments.requests is not None and arguments.requests < 1:
-        raise TidekvError(f"--requests must be at least 1, not {arguments.requests}.")
-
-
-def _tables(arguments: argparse.Namespace) -> None:
-    from tidekv import persistent, workloads
-    from tidekv.progress import progress_bar
-
-    _check_requests(arguments)
-    file = arguments.workload
-    mix = persistent.describe(persistent.LENGTHS)
-    requests = arguments.requests
-    if file is not None:
-        requests = min(requests, len(workloads.load(file)))
-        mix = f"requests of {file}"
-    with progress_bar("Requests", total=4 * requests) as done:
-        rows = persistent.run(
-            file, card=arguments.card, requests=requests, output=arguments.output, done=done
-        )
-    if arguments.json:
-        found = [row.as_json() for row in rows]
-        print(json.dumps({"schema": JSON_SCHEMA, "mix": mix, "configurations": found}, indent=2))
-    else:
-        print(persistent.table(rows, f"{requests} requests: {mix}", arguments.card))
 
 
 def _workload(arguments: argparse.Namespace) -> None:

@@ -38,9 +38,9 @@ examples:
 
 Methods of --compare: snapkv (whole_prompt), mst (the same, MLP in pieces of 4,096 rows), tidekv
 (layer_major), published (layer_major_published), chunked, full (chunked, every row kept), online,
-headinfer (head_offload, every row kept). They share all other options. docs/plan.md says how the
-figures come about; --json prints what memtrace report --json does, and fits, headroom,
-reserved.peak and terms.
+keydiff (online, by it), kivi (whole_prompt, every row kept in 2 bits), headinfer (head_offload,
+every row kept). They share all other options. docs/plan.md says how the figures come about; --json
+prints what memtrace report --json does, and fits, headroom, reserved.peak and terms.
 
 exit status: 0 it fits, 3 it doesn't, 1 no virtual card can be had, 2 bad input, 130 interrupted.
 """

@@ -42,6 +42,14 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "chunked": {"schedule": "chunked"},
     "full": {"schedule": "chunked", "selector": "none"},
     "online": {"schedule": "online"},
+    "keydiff": {"schedule": "online", "selector": "keydiff"},
+    "kivi": {
+        "schedule": "whole_prompt",
+        "selector": "none",
+        "cache": "kivi",
+        "chunk_size": None,
+        "piece_rows": None,
+    },
     "headinfer": {"schedule": "head_offload", "selector": "none"},
 }
 #: Options of ``tidekv run`` that a plan hands on, by their names in the command line.

@@ -77,6 +77,15 @@ def load(path: Path) -> list[Request]:
     return found
 
 
+def check_requests(number: int | None) -> None:
+    """
+    Raises:
+        TidekvError: so many requests can't be answered; None: all of them.
+    """
+    if number is not None and number < 1:
+        raise TidekvError(f"--requests must be at least 1, not {number}.")
+
+
 def save(requests: Iterable[Request], path: Path) -> None:
     """Write requests as JSON Lines.
 
