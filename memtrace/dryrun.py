@@ -16,6 +16,7 @@ from memtrace.errors import MemtraceError
 from memtrace.record.launcher import record
 from memtrace.sizes import format_size
 from memtrace.trace.reader import Trace, open_trace
+from memtrace.virtual_gpu import UNFOLLOWED
 from memtrace.virtual_gpu.launch import prepare
 from memtrace.virtual_gpu.torches import find_torch
 
@@ -35,6 +36,7 @@ def dry_run(
     source: str = "auto",
     variables: Mapping[str, str] | None = None,
     stdout: int | None = None,
+    follow_values: bool = True,
 ) -> Trace:
     """Run ``command`` to its end as if on ``device`` and return what it took.
 
@@ -50,6 +52,9 @@ def dry_run(
         source: what a :class:`~memtrace.record.session.Session` takes by that name.
         variables: what to add to the command's environment.
         stdout: file descriptor for the command's standard output; None: ours.
+        follow_values: False: take :data:`~memtrace.virtual_gpu.READ_UNFOLLOWED` for an exit code if
+            the command reads a value that the host could know, and be several times as fast. The
+            trace is the same where it reads none, and of no use where it does.
 
     Raises:
         MemtraceError: no such engine, card or setting, the command can't be started, or ``out``
@@ -62,6 +67,7 @@ def dry_run(
         Settings.parse(allocator, parse_version(find_torch(command).version))
     gpu = prepare(cards, command)
     added = {**(variables or {}), **gpu.variables, **dict.fromkeys(_SETTINGS, allocator)}
+    added |= {UNFOLLOWED: "" if follow_values else "1"}
     record(
         command,
         out,

@@ -21,6 +21,7 @@ from tidekv.arguments import (
     add_untrained,
 )
 from tidekv.errors import DeviceMemoryError, TidekvError
+from tidekv.garbage import none_to_collect
 
 #: Tokens; every length that is tried is a multiple of it.
 STEP = 1024
@@ -146,9 +147,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _longest(arguments: argparse.Namespace) -> Longest:
-    import torch
+    with none_to_collect():
+        import torch
 
-    from tidekv import running
+        from tidekv import running
 
     try:
         with running.memory_errors():

@@ -18,6 +18,7 @@ from tidekv.arguments import (
     budget,
 )
 from tidekv.errors import TidekvError
+from tidekv.garbage import none_to_collect
 from tidekv.plan_command import add_plan
 from tidekv.tables_command import add_tables
 
@@ -252,7 +253,8 @@ def _add_workloads(commands: "argparse._SubParsersAction[argparse.ArgumentParser
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from tidekv import running
+    with none_to_collect():
+        from tidekv import running
 
     outcome = running.run(arguments, stream=not arguments.json)
     if arguments.json:

@@ -6,6 +6,7 @@ torch here: the planned process alone loads it.
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -22,6 +23,7 @@ from memtrace.devices import Device
 from memtrace.dryrun import dry_run
 from memtrace.sizes import format_size
 from memtrace.trace.reader import Trace
+from memtrace.virtual_gpu import READ_UNFOLLOWED
 from tidekv.capacity import Longest, Probe
 from tidekv.cards import card_of
 from tidekv.errors import TidekvError, check_choice
@@ -224,17 +226,35 @@ def longest(arguments: argparse.Namespace) -> Longest:
 def _run(
     arguments: argparse.Namespace, words: Sequence[str], out: Path, source: str = "auto"
 ) -> tuple[Trace, str]:
-    """Dry-run ``python -m WORDS…``; its trace and its standard output."""
-    command = [sys.executable, "-m", *words]
+    """Dry-run ``python -m WORDS…``; its trace and its standard output.
+
+    Hardly a prefill reads a value, so first without following them.
+    """
+    trace, text = _run_once(arguments, words, out, source, follow_values=False)
+    if trace.manifest["exit"]["code"] == READ_UNFOLLOWED:
+        shutil.rmtree(out)
+        trace, text = _run_once(arguments, words, out, source, follow_values=True)
+    return trace, text
+
+
+def _run_once(
+    arguments: argparse.Namespace,
+    words: Sequence[str],
+    out: Path,
+    source: str,
+    *,
+    follow_values: bool,
+) -> tuple[Trace, str]:
     with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
         trace = dry_run(
-            command,
+            [sys.executable, "-m", *words],
             device=arguments.device,
             out=out,
             allocator=arguments.allocator,
             source=source,
             variables=_QUIET,
             stdout=said.fileno(),
+            follow_values=follow_values,
         )
         said.seek(0)
         return trace, said.read()

@@ -252,7 +252,10 @@ class CudaSource:
         Returns:
             PyTorch's snapshot, which the events lead to; None: it wasn't taken.
         """
-        return self.drain() if self._alone() else None
+        if not self._alone():
+            return None
+        with self._draining, _undisturbed():
+            return self._drain()
 
     def over(self, scope: int) -> None:
         """As :meth:`memtrace.record.ledger.Ledger.over`: once the history has been read, too."""
@@ -264,16 +267,10 @@ class CudaSource:
         block = layout.live.get(address) or layout.pending.get(address)
         return None if block is None else block.tag.component
 
-    def drain(self) -> Mapping[str, Any]:
-        """Move the history into the trace, and sample what the allocator counts itself.
-
-        Returns:
-            The snapshot that was read.
-        """
+    def drain(self) -> None:
+        """Move the history into the trace, and sample what the allocator counts itself."""
         with self._draining, _undisturbed():
-            self.due = False
-            self._drained = time.monotonic()
-            return self._drain()
+            self._drain()  # what it returns is gone before anyone looks for garbage in it
 
     def _alone(self) -> bool:
         """Whether no other thread of Python's can allocate now.
@@ -285,6 +282,12 @@ class CudaSource:
         return not any(one in self.working and one is not here for one in threading.enumerate())
 
     def _drain(self) -> Mapping[str, Any]:
+        """
+        Returns:
+            The snapshot that was read.
+        """
+        self.due = False
+        self._drained = time.monotonic()
         before = [_counts(torch._C._cuda_memoryStats(i)) for i in range(len(self._histories))]
         # Between reading and clearing another thread could allocate, and its entries would be lost.
         # So where there is one the history stays while there is room, and what was read before is

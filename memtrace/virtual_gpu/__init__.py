@@ -8,3 +8,9 @@ times mean nothing. ``docs/virtual_gpu.md`` says what can't be had.
 #: The variable that says that a process runs on virtual GPUs: the number and the version of the
 #: CUDA and the PyTorch that they were made for, then the devices, for the stand-ins.
 VARIABLE = "MEMTRACE_VIRTUAL_GPU"
+
+#: The variable that says, set to anything, that values aren't followed.
+UNFOLLOWED = "MEMTRACE_VIRTUAL_GPU_UNFOLLOWED"
+
+#: Exit code of a process without followed values that came to read one.
+READ_UNFOLLOWED = 86

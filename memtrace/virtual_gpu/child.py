@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from memtrace.record.imports import when_imported
-from memtrace.virtual_gpu import VARIABLE
+from memtrace.virtual_gpu import UNFOLLOWED, VARIABLE
 
 #: Set once a process has said that its GPUs are virtual; its children inherit it.
 _SAID = "MEMTRACE_VIRTUAL_GPU_SAID"
@@ -31,7 +31,7 @@ def enter(torch: ModuleType) -> None:
     when_imported("transformers.generation.utils", _run_uncompiled)
     from memtrace.virtual_gpu import values  # it needs torch, and no other process needs it
 
-    values.start()
+    values.start(follow=not os.environ.get(UNFOLLOWED))
 
 
 def _check(torch: ModuleType) -> None:

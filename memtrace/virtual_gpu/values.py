@@ -38,6 +38,7 @@ from memtrace.virtual_gpu.values_known import PLACES, UNKNOWN, Known
 from memtrace.virtual_gpu.values_mirrors import address
 from memtrace.virtual_gpu.values_rules import Kind, Rule, rule_of
 from memtrace.virtual_gpu.values_shapes import index, shaped
+from memtrace.virtual_gpu.values_unfollowed import watch
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _function_mode_active = torch._C._is_torch_function_mode_enabled
@@ -224,9 +225,16 @@ _thread = threading.local()
 _started = False
 
 
-def start() -> None:
-    """Follow values in this thread, and in every one that starts from now on."""
+def start(*, follow: bool = True) -> None:
+    """Follow values in this thread, and in every one that starts from now on.
+
+    Args:
+        follow: else only see to it that the program needs none; :mod:`values_unfollowed` says how.
+    """
     global _started
+    if not follow:
+        watch(_known)
+        return
     _enter()
     if _started:
         return

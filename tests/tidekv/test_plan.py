@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from memtrace.analysis.summary import summarise
+from memtrace.dryrun import dry_run
 from memtrace.trace.reader import open_trace
+from tests.virtual_gpu.running import described
 from tidekv.cards import candidates
 
 LLAMA = ("--model", "llama-3.1-8b", "--budget", "1024")
@@ -80,6 +82,18 @@ def test_a_planned_run_is_a_run_like_another(runs: Path) -> None:
     assert summary.planned is not None
     assert summary.planned.engine == "virtual"
     assert summary.accounts[0].identities.hold
+
+
+@ON_CARD
+@pytest.mark.usefixtures("plans")
+def test_a_plan_is_the_same_with_values_followed(runs: Path, tmp_path: Path) -> None:
+    planned = open_trace(runs / "tidekv.memtrace")
+    command = planned.manifest["command"]
+    followed = dry_run(command, device="a100-40g", out=tmp_path / "run", stdout=2)
+    (one,), (two,) = planned.processes, followed.processes
+    events = described(one)
+    assert len(events) > 10_000
+    assert events == described(two)
 
 
 @ON_CARD

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from memtrace.trace.reader import ProcessTrace
 from memtrace.virtual_gpu.launch import environment
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -33,6 +34,28 @@ def run_on(
         timeout=120,
         env={**os.environ, "PYTHONPATH": str(ROOT), **virtual, **variables},
     )
+
+
+def described(process: ProcessTrace) -> list[tuple[Any, ...]]:
+    """Every event of a run on any device, but for its time; numbers of contexts and scopes follow
+    from when a history was read, so what they stand for is given."""
+    contexts, scopes, events = process.contexts, process.scopes, process.events
+    paths: list[tuple[tuple[str, str], ...]] = []
+    for number, parent in enumerate(scopes["parent"].tolist()):  # the first is the process
+        here = (scopes["kind"][number], scopes["name"][number])
+        paths.append((*paths[parent], here) if number else ())
+    columns = ("action", "device", "stream", "pool", "component", "previous")
+    meanings = [
+        (*what, paths[scope])
+        for *what, scope in zip(
+            *(contexts[name] for name in columns), contexts["scope"].tolist(), strict=True
+        )
+    ]
+    columns = ("id", "bytes", "requested", "context")
+    return [
+        (*numbers, meanings[context])
+        for *numbers, context in zip(*(events[name].tolist() for name in columns), strict=True)
+    ]
 
 
 def results(cards: str, script: str, **variables: str) -> Mapping[str, Any]:

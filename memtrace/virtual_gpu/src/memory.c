@@ -275,13 +275,28 @@ Pointer vgpu_pointer(uintptr_t address)
     return found;
 }
 
-/* What a device holds is not known: the host reads zeros. */
-void vgpu_copy(void *to, const void *from, size_t size)
+static void (*told)(size_t size);
+
+void vgpu_tell_reads(void (*tell)(size_t size))
 {
-    if (size == 0 || vgpu_pointer((uintptr_t)to).kind == DEVICE_MEMORY)
+    told = tell;
+}
+
+/* Rows of `width` bytes, `pitch` bytes apart. What a device holds is not known: the host reads
+   zeros. */
+void vgpu_copy(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
+               size_t height)
+{
+    if (width * height == 0 || vgpu_pointer((uintptr_t)to).kind == DEVICE_MEMORY)
         return;
-    if (vgpu_pointer((uintptr_t)from).kind == DEVICE_MEMORY)
-        memset(to, 0, size);
-    else
-        memmove(to, from, size);
+    bool read = vgpu_pointer((uintptr_t)from).kind == DEVICE_MEMORY;
+    for (size_t row = 0; row < height; row++) {
+        char *target = (char *)to + row * to_pitch;
+        if (read)
+            memset(target, 0, width);
+        else
+            memmove(target, (const char *)from + row * from_pitch, width);
+    }
+    if (read && told != NULL)
+        told(width * height);
 }

@@ -154,7 +154,7 @@ EXPORT int cudaMemcpy(void *to, const void *from, size_t size, int kind)
     (void)kind;
     int error = vgpu_stream_synchronize(NULL);
     if (error == OK)
-        vgpu_copy(to, from, size);
+        vgpu_copy(to, size, from, size, size, 1);
     return runtime_result(error);
 }
 
@@ -163,7 +163,7 @@ EXPORT int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, St
     (void)kind;
     int error = vgpu_submit(stream);
     if (error == OK)
-        vgpu_copy(to, from, size);
+        vgpu_copy(to, size, from, size, size, 1);
     return runtime_result(error);
 }
 
@@ -179,8 +179,8 @@ EXPORT int cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t
 {
     (void)kind;
     int error = vgpu_submit(stream);
-    for (size_t row = 0; row < height && error == OK; row++)
-        vgpu_copy((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width);
+    if (error == OK)
+        vgpu_copy(to, to_pitch, from, from_pitch, width, height);
     return runtime_result(error);
 }
 

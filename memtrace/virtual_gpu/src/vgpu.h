@@ -92,7 +92,9 @@ int vgpu_host_free(void *address);
 int vgpu_host_register(void *address, size_t size);
 int vgpu_host_unregister(void *address);
 Pointer vgpu_pointer(uintptr_t address);
-void vgpu_copy(void *to, const void *from, size_t size);
+void vgpu_copy(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
+               size_t height);
+void vgpu_tell_reads(void (*tell)(size_t size)); /* of each copy from a device to the host */
 
 /* vmm.c */
 int vgpu_physical_create(uint64_t *handle, size_t size, int device);
