@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
     _pop_mode,
@@ -243,6 +244,8 @@ def start(*, follow: bool = True) -> None:
     # show the copy, as fake tensors need it too.
     torch._C._set_only_lift_cpu_tensors(True)
     values_graphs.follow(_known)
+    # As a context, torch.device knows makers by identity: those that ours call.
+    _device_constructors()
     for maker in ("tensor", "as_tensor", "asarray"):
         setattr(torch, maker, _of_host_values(getattr(torch, maker)))
     plain = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]

@@ -30,6 +30,13 @@ def reads():
     return lambda: unread() - before
 
 
+def test_a_device_that_is_the_default_holds_what_is_made_of_numbers():
+    for device in ("cuda", "meta", "cpu"):
+        with torch.device(device):
+            made = torch.tensor([1, 2]), torch.as_tensor([1, 2]), torch.asarray([1, 2])
+        assert [one.device.type for one in made] == [device] * 3
+
+
 def test_what_comes_from_the_host_is_known(reads):
     made = [
         torch.tensor([1, 2], device="cuda"),
