@@ -1,10 +1,11 @@
 """Several runs, term by term: what differs from the first one, in numbers and in sentences."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from memtrace.analysis.places import OUTSIDE, Place
 from memtrace.analysis.summary import AccountSummary, Summary
-from memtrace.components import LIVE_COMPONENTS, PROCESS_COMPONENTS, TENSOR_COMPONENTS
+from memtrace.components import LIVE_COMPONENTS, PROCESS_COMPONENTS, TENSOR_COMPONENTS, base
 from memtrace.errors import MemtraceError
 from memtrace.sizes import format_size
 from memtrace.trace.manifest import Knowledge
@@ -99,7 +100,7 @@ def _verdicts(first: Side, other: Side) -> list[str]:
     ratio = ""
     if min(ours, theirs) > 0 and ours != theirs:
         word = "less" if ours < theirs else "more"
-        factor = f"{max(ours, theirs) / min(ours, theirs):.1f}"
+        factor = f"{max(ours, theirs) / min(ours, theirs):,.1f}"
         ratio = "" if factor == "1.0" else f", {factor} times {word}"
     found.append(
         f"Above the steady state it takes {format_size(ours)} where {first.name} takes "
@@ -137,7 +138,21 @@ def _causes(first: Side, other: Side, total: int) -> str:
     counter = [name for name in ordered if (changes[name] > 0) != (total > 0)][:_NAMED]
     verb = "make" if len(along) > 1 else "makes"
     text = f"At the peaks {_listed(along, changes)} {verb} the difference"
-    return text + (f", against {_listed(counter, changes)}." if counter else ".")
+    text += f", against {_listed(counter, changes)}." if counter else "."
+    return text + _whereabouts(along[0], other if total > 0 else first)
+
+
+def _whereabouts(component: str, side: Side) -> str:
+    """Where the run that peaks higher made most of what makes the difference."""
+    places: dict[str, int] = {}
+    for group in side.account.top:
+        if base(group.component) == component:
+            where = replace(group, place=Place(phase=group.place.phase)).where
+            places[where] = places.get(where, 0) + group.bytes
+    where = max(places, key=lambda place: places[place])
+    if where == OUTSIDE:
+        return ""
+    return f" Of the {component} of {side.name} {format_size(places[where])} are made in {where}."
 
 
 def _listed(names: Sequence[str], changes: Mapping[str, int]) -> str:

@@ -186,6 +186,7 @@ def test_compare_prints_differences_and_verdicts(
     assert "tide peaks at 5.4 MiB allocated, 2.3 MiB (30.4 %) below snapkv" in out
     assert "its process peaks at 86.3 MiB, 2.3 MiB below that of snapkv." in out
     assert "At the peaks Act (-2.3 MiB) makes the difference." in out
+    assert "Of the Act of snapkv 2.6 MiB are made in prefill > layer 3." in out
     assert "takes 876.0 KiB where snapkv takes 3.2 MiB, 3.7 times less." in out
 
 
