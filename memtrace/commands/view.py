@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -24,18 +25,31 @@ def run(args: argparse.Namespace) -> int:
     """Check the runs, then become the viewer's server; Ctrl-C ends it.
 
     Raises:
-        MemtraceError: a run is missing or damaged, or the viewer's packages aren't installed.
+        MemtraceError: a run is missing or damaged, the port is taken, or the viewer's packages
+            aren't installed.
     """
     from memtrace.trace.reader import open_trace
 
-    if args.port is not None and not 1 <= args.port <= 65535:
-        raise MemtraceError(f"{args.port} is not a port; use one from 1 to 65535")
+    if args.port is not None:
+        _check_port(args.port)
     folders = []
     for path in args.runs:
         folders.append(str(open_trace(path).folder.resolve()))
     need("streamlit", "plotly", "pandas")
     # The server takes this process's place, so a signal to memtrace is a signal to it.
     os.execv(sys.executable, _server(folders, args.port, args.no_browser))
+
+
+def _check_port(port: int) -> None:
+    if not 1 <= port <= 65535:
+        raise MemtraceError(f"{port} is not a port; use one from 1 to 65535")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            why = os.strerror(error.errno or 0)
+            raise MemtraceError(f"port {port} can't be had ({why}); use another one") from None
 
 
 def need(*packages: str) -> None:

@@ -4,8 +4,10 @@ import importlib.util
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -61,6 +63,25 @@ def test_runs_are_passed_on_as_absolute_paths(run: Path, monkeypatch: pytest.Mon
 def test_an_impossible_port_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["view", str(run), "--port", "70000"]) == 1
     assert capsys.readouterr().err == "memtrace: 70000 is not a port; use one from 1 to 65535\n"
+
+
+def test_a_port_that_is_taken_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main(["view", str(run), "--port", str(port)]) == 1
+    said = f"memtrace: port {port} can't be had (Address already in use); use another one\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.8, 1.6, 2.4])
+def test_ctrl_c_while_it_starts_ends_it_quietly(seconds: float, run: Path) -> None:
+    words = [sys.executable, "-m", "app", "run", "server.py", "--", str(run)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as server:
+        time.sleep(seconds)
+        server.send_signal(signal.SIGINT)
+        out, _ = server.communicate(timeout=30)
+    assert b"Traceback" not in out
 
 
 def test_a_missing_viewer_is_said_with_the_command_that_installs_it(
