@@ -94,7 +94,7 @@ def _overview(comparison: Comparison) -> Iterator[str]:
     yield _chart(
         "equation", waterfall.waterfall(comparison, _SIGNS), waterfall.describe(comparison)
     )
-    places = (f"{side.name} peaks in {side.account.place}." for side in comparison.sides)
+    places = (f"{side.name} peaks {side.account.place.within}." for side in comparison.sides)
     yield _text(" ".join(places))
     yield _beside(
         _heading("At the peak of allocated") + _table(frames.equations(comparison, own=False)),
@@ -167,7 +167,7 @@ def _fragmentation(comparison: Comparison) -> Iterator[str]:
     histories = [one for _, one in found]
     telling = [one.telling for one in histories]
     words = " ".join(map(fragmentation.describe_course, histories))
-    yield _chart("unused", fragmentation.over_time(histories, telling, _SIGNS), words)
+    yield _chart("unused", fragmentation.over_time(histories, _SIGNS, telling), words)
     yield _text(words)
 
 

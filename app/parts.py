@@ -8,7 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
-from app.figures.style import DARK, LIGHT, Look
+from app.figures.style import DARK, LIGHT, Look, visible
 
 
 def look() -> Look:
@@ -67,6 +67,59 @@ def chart(
             width="content",
             height="content",
         )
+
+
+def mark(chart: str, places: Mapping[str, float]) -> None:
+    """A line through the chart of that key, at a place of each of these x axes (``xaxis2``).
+
+    It moves without the chart being drawn, or sent, again.
+    """
+    _marks(key=f"{chart} marks", data={"chart": chart, "places": dict(places)}, height=0)
+
+
+#: Nothing to see but the lines, which are part of the chart's SVG.
+_marks = st.components.v2.component(
+    "memtrace_marks",
+    html="<span></span>",
+    js="""
+        const LINE = { class: "memtrace-mark", "stroke-width": 1.5, "stroke-dasharray": "2 2" };
+
+        export default function ({ data }) {
+            const place = `.st-key-${CSS.escape(data.chart)} .js-plotly-plot`;
+            function draw(plot) {
+                plot.querySelectorAll(`.${LINE.class}`).forEach((line) => line.remove());
+                const { _fullLayout: layout } = plot;
+                for (const [name, at] of Object.entries(data.places)) {
+                    const x = layout[name];
+                    const y = layout[x.anchor.replace("y", "yaxis")];
+                    const line = document.createElementNS("http://www.w3.org/2000/svg", "line");
+                    const across = x._offset + x.l2p(at);
+                    const ends = { x1: across, x2: across, y1: y._offset };
+                    ends.y2 = y._offset + y._length;
+                    const look = { ...LINE, ...ends, stroke: layout.font.color };
+                    for (const [key, value] of Object.entries(look)) line.setAttribute(key, value);
+                    plot.querySelector(".main-svg .layer-above").append(line);
+                }
+            }
+            let drawn;
+            const again = () => draw(drawn);
+            function attach() {
+                const plot = document.querySelector(place);
+                if (!plot?.on || plot === drawn) return;
+                drawn = plot;
+                plot.on("plotly_afterplot", again);
+                if (plot._fullLayout?.xaxis?.l2p) again();
+            }
+            attach();
+            const observer = new MutationObserver(attach);
+            observer.observe(document.body, { childList: true, subtree: true });
+            return () => {
+                observer.disconnect();
+                drawn?.removeListener("plotly_afterplot", again);
+            };
+        }
+    """,
+)
 
 
 def _listen(chart: str, gestures: Gestures) -> None:
@@ -134,6 +187,7 @@ _pictures = st.components.v2.component(
         button {
             background: none; border: none; padding: 0 0.5rem; min-height: 2.5rem; cursor: pointer;
             color: var(--st-text-color); font: inherit; font-family: var(--st-font);
+            font-size: 0.875rem;
         }
         button:hover, button:focus-visible { color: var(--st-primary-color); }
     """,
@@ -208,7 +262,7 @@ def _nothing() -> None:
 
 def escaped(text: str) -> str:
     """Names in a trace are text, not Markdown."""
-    return "".join(f"\\{sign}" if sign in r"\`*_{}[]<>()#+|~$:" else sign for sign in text)
+    return "".join(f"\\{sign}" if sign in r"\`*_{}[]<>()#+|~$:" else sign for sign in visible(text))
 
 
 def table(frame: pd.DataFrame) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from app.figures.grid import axes_of, dress_grid, grid, mark
-from app.figures.style import Look, Unit, unit_of
+from app.figures.grid import axes_of, dress_grid, grid, lines, mark
+from app.figures.style import Look, Unit, plain, unit_of
 from memtrace.analysis.accounts import Account
 from memtrace.analysis.occupancy import Course, Occupancy, Stop, course, occupancy
 from memtrace.analysis.places import Place
@@ -30,6 +30,7 @@ ADDRESSES = 96
 #: Spans of time that are looked at.
 SPANS = 200
 _HEIGHTS = (260, 220, 120)
+_ROOM = 1.08  # of the highest value that is drawn
 #: What is no component, by its pattern; all in the colour of the allocator.
 _PATTERNS = {"slack": "|", "pending": ".", "hard": "/", "releasable": "-", "private": "x"}
 #: Kinds of bytes in the order of the legend.
@@ -134,15 +135,15 @@ def segment_map(instants: Sequence[Instant], row: int, look: Look) -> go.Figure:
     A place shows the kind of bytes that has most of it. Components have their colours; what isn't
     a component is told by its pattern. Thin lines are where segments begin.
     """
-    lines = max(ceil(one.stop.parts.reserved / row) for one in instants)
-    figure, columns, height = grid([one.name for one in instants], [max(lines, 1) * _ROW])
+    rows = max(1, *(ceil(one.stop.parts.reserved / row) for one in instants))
+    figure, columns, height = grid([one.name for one in instants], [rows * _ROW])
     unit = unit_of([row])
     for number, one in enumerate(instants):
         place = {"row": number // columns + 1, "col": number % columns + 1}
         for trace in _bars(one, row, unit, look):
             figure.add_trace(trace, **place)
     figure.update_xaxes(range=[0, row / unit.size], title_text=unit.name, showgrid=False)
-    figure.update_yaxes(range=[max(lines, 1), 0], showticklabels=False, showgrid=False)
+    figure.update_yaxes(range=[rows, 0], showticklabels=False, showgrid=False)
     figure.update_yaxes(zeroline=False)
     dress_grid(figure, look, height)
     return figure
@@ -249,7 +250,7 @@ def _hovers(one: Instant, row: int, unit: Unit) -> go.Scatter:
         state = State(int(blocks.state[number])).name.lower()
         what = f"{format_size(int(blocks.bytes[number]))} {state} {blocks.component[number] or ''}"
         where = one.places.get(int(blocks.scope[number]), "")
-        texts.append("<br>".join(filter(None, (what, where))))
+        texts.append("<br>".join(map(plain, filter(None, (what, where)))))
     return go.Scatter(
         x=((place % row) / unit.size).astype(np.float32),
         y=(place // row + 0.5).astype(np.float32),
@@ -277,11 +278,18 @@ def describe(one: Instant) -> str:
 # -- over time -------------------------------------------------------------------------------------
 
 
-def over_time(histories: Sequence[History], chosen: Sequence[int], look: Look) -> go.Figure:
+def over_time(
+    histories: Sequence[History], look: Look, chosen: Sequence[int] | None = None
+) -> go.Figure:
     """Of each run: addresses by time, coloured by how much of them is used; what is unused, and
-    the largest free block; and the fragmentation ratio. A line marks each one's ``chosen`` span."""
+    the largest free block; and the fragmentation ratio. A line marks each one's ``chosen`` span.
+
+    What is unused is drawn to the scale of what it is while a run still allocates more: in the end
+    all is freed, and that would dwarf it.
+    """
     figure, columns, height = grid([one.name for one in histories], _HEIGHTS)
-    unit = unit_of(_unused(stop) for one in histories for stop in one.course.stops)
+    most = max(_unused(stop) for one in histories for stop in _growing(one.course))
+    unit = unit_of([most])
     span = unit_of(int(one.occupancy.edges[-1]) for one in histories)
     parts = len(_HEIGHTS)
     for number, one in enumerate(histories):
@@ -302,11 +310,15 @@ def over_time(histories: Sequence[History], chosen: Sequence[int], look: Look) -
             for part, title in enumerate(titles):
                 figure.update_yaxes(title_text=title, row=row + part, col=column)
     _match_parts(figure, len(histories), columns)
-    stops = [one.course.stops[span] for one, span in zip(histories, chosen, strict=True)]
-    mark(figure, [stop.time_us / 1e6 for stop in stops], columns, parts, look.ink)
+    if chosen is not None:
+        mark(figure, _seconds(histories, chosen), parts, look.ink)
     dress_grid(figure, look, height)
     figure.update_xaxes(showgrid=False)
     figure.update_yaxes(rangemode="tozero", zeroline=False)
+    highest = max(stop.parts.ratio for one in histories for stop in one.course.stops)
+    # Plotly forgets to find the range of axes that match where other ones have a range.
+    for row, top in ((2, most / unit.size), (3, 100 * highest)):
+        figure.update_yaxes(range=(0, _ROOM * top or 1), row=row, col=1)
     figure.update_layout(
         hovermode="x unified",
         coloraxis={
@@ -325,6 +337,26 @@ def over_time(histories: Sequence[History], chosen: Sequence[int], look: Look) -
         },
     )
     return figure
+
+
+def moments(
+    figure: go.Figure, histories: Sequence[History], chosen: Sequence[int]
+) -> dict[str, float]:
+    """Where on which x axes of :func:`over_time` the ``chosen`` spans are."""
+    seconds = _seconds(histories, chosen)
+    return {x.replace("x", "xaxis"): at for x, _, at in lines(figure, seconds, len(_HEIGHTS))}
+
+
+def _seconds(histories: Sequence[History], chosen: Sequence[int]) -> list[float]:
+    stops = (one.course.stops[span] for one, span in zip(histories, chosen, strict=True))
+    return [stop.time_us / 1e6 for stop in stops]
+
+
+def _growing(course: Course) -> Sequence[Stop]:
+    """Its stops up to the last at which more is allocated than before."""
+    allocated = np.array([stop.parts.allocated for stop in course.stops])
+    grown = np.flatnonzero(np.diff(allocated, prepend=0) > 0)
+    return course.stops[: grown[-1] + 1] if len(grown) else course.stops
 
 
 def _match_parts(figure: go.Figure, panels: int, columns: int) -> None:

@@ -1,12 +1,12 @@
 """Panels of several runs: the parts of each one below the other, two runs side by side."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import ceil
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from app.figures.style import Look, dress
+from app.figures.style import Look, dress, plain
 
 _COLUMNS = 2
 _BETWEEN, _APART = 56, 90  # pixels between parts, and where an axis and a title come together
@@ -19,13 +19,13 @@ def grid(names: Sequence[str], heights: Sequence[int]) -> tuple[go.Figure, int, 
     Returns:
         The figure, its columns, and the height of all that it draws in pixels.
     """
-    columns = min(len(names), _COLUMNS)
+    columns = columns_of(len(names))
     blocks = ceil(len(names) / columns)
     rows = [*heights] * blocks
     titles = []
     for block in range(blocks):
-        own = [*names[block * columns : (block + 1) * columns], *[""] * columns][:columns]
-        titles += [*own, *[""] * columns * (len(heights) - 1)]
+        own = [*map(plain, names[block * columns : (block + 1) * columns]), *[""] * columns]
+        titles += [*own[:columns], *[""] * columns * (len(heights) - 1)]
     between = _BETWEEN if blocks == 1 else _APART
     height = sum(rows) + between * (len(rows) - 1)
     figure = make_subplots(
@@ -39,30 +39,43 @@ def grid(names: Sequence[str], heights: Sequence[int]) -> tuple[go.Figure, int, 
     return figure, columns, height
 
 
+def columns_of(panels: int) -> int:
+    """How many panels stand side by side."""
+    return min(panels, _COLUMNS)
+
+
 def axes_of(figure: go.Figure, row: int, column: int) -> tuple[str, str]:
     """What the axes of a panel are called: ``x2`` and ``y2`` or so."""
     plot = figure.get_subplot(row, column)
     return plot.xaxis.plotly_name.replace("axis", ""), plot.yaxis.plotly_name.replace("axis", "")
 
 
-def mark(
-    figure: go.Figure, places: Sequence[float | None], columns: int, parts: int, colour: str
-) -> None:
-    """A line through all parts of each run at its place on the x axis; None: no line."""
+def lines(
+    figure: go.Figure, places: Sequence[float | None], parts: int
+) -> Iterator[tuple[str, str, float]]:
+    """A line through all parts of each run at its place on the x axis: what the axes of each part
+    are called, and the place; None: no line."""
+    columns = columns_of(len(places))
     for number, at in enumerate(places):
         row, column = number // columns * parts + 1, number % columns + 1
-        for part in range(parts if at is not None else 0):
-            x, y = axes_of(figure, row + part, column)
-            figure.add_shape(
-                type="line",
-                xref=x,
-                yref=f"{y} domain",
-                x0=at,
-                x1=at,
-                y0=0,
-                y1=1,
-                line={"color": colour, "width": 1.5, "dash": "dot"},
-            )
+        if at is not None:
+            for part in range(parts):
+                yield *axes_of(figure, row + part, column), at
+
+
+def mark(figure: go.Figure, places: Sequence[float | None], parts: int, colour: str) -> None:
+    """Draw :func:`lines`."""
+    for x, y, at in lines(figure, places, parts):
+        figure.add_shape(
+            type="line",
+            xref=x,
+            yref=f"{y} domain",
+            x0=at,
+            x1=at,
+            y0=0,
+            y1=1,
+            line={"color": colour, "width": 1.5, "dash": "dot"},
+        )
 
 
 def dress_grid(figure: go.Figure, look: Look, height: int) -> None:

@@ -33,6 +33,7 @@ _POWERS: Mapping[str, Any] = {
 }
 _LEGEND = ("allocated", "reserved", "process", "slope", "interval", *_SYMBOLS)
 _ROOM = 1.15  # of the highest value, for what is written above it
+_FEW = 10  # requests, each of which has a tick
 _MARGIN = 0.15  # of the same, where an axis doesn't begin at 0
 
 
@@ -92,9 +93,11 @@ def over_requests(workloads: Sequence[Workload], chosen: str | None, look: Look)
             _name_slopes(figure, one, part, units, row, column, look)
             _scale(figure, part, parts, units, row, column)
         _warm_up(figure, one, first, column, len(parts), look)
-    mark(figure, [one.position(chosen) for one in workloads], columns, len(parts), look.accent)
+    mark(figure, [one.position(chosen) for one in workloads], len(parts), look.accent)
     dress_grid(figure, look, height)
-    figure.update_xaxes(matches="x", showgrid=False, zeroline=False)
+    few = max(len(one.rows) for one in workloads) <= _FEW
+    ticks = {"dtick": 1} if few else {}  # else halves of requests, too
+    figure.update_xaxes(matches="x", showgrid=False, zeroline=False, **ticks)
     figure.update_yaxes(zeroline=False)
     for number, part in enumerate(parts, start=1):
         figure.update_yaxes(range=_range(workloads, part, units), row=number, col=1)
@@ -121,7 +124,7 @@ def _range(workloads: Sequence[Workload], part: str, units: dict[str, Unit]) -> 
     the first token powers of ten."""
     if part == "first token":
         found = np.concatenate([one.values("first_token_s") for one in workloads])
-        found = np.log10(found[found > 0])
+        found = np.log10(found[found > 0]) if (found > 0).any() else np.zeros(1)
         return found.min() - _MARGIN, found.max() + _MARGIN
     if part == "tokens":
         return 0, _ROOM * max(np.nanmax(one.values("tokens_per_s"), initial=0) for one in workloads)

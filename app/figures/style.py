@@ -1,5 +1,6 @@
 """How all figures look: light or dark, one unit of bytes an axis, room for what is written."""
 
+import html
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -51,6 +52,16 @@ def unit_of(sizes: Iterable[int]) -> Unit:
     """The unit in which the largest of ``sizes`` (bytes) has one digit before the point or more."""
     largest = max(map(abs, sizes), default=0)
     return next(unit for unit in _UNITS if largest >= 2 * unit.size or unit.size == 1)
+
+
+def plain(text: str) -> str:
+    """A name for a figure, where Plotly would take ``<b>`` and its like for HTML."""
+    return html.escape(visible(text), quote=False)
+
+
+def visible(text: str) -> str:
+    """Without signs that nobody sees, or that turn what stands behind them."""
+    return "".join(sign if sign.isprintable() else "\ufffd" for sign in text)
 
 
 def dress(figure: go.Figure, look: Look, height: int, top: int = 30) -> None:

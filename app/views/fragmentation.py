@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import plotly.graph_objects as go
 import streamlit as st
 
 from app import frames_fragmentation as frames
@@ -12,15 +13,18 @@ from app.figures.fragmentation import (
     Instant,
     describe,
     describe_course,
+    moments,
     over_time,
     row_bytes,
     segment_map,
 )
 from app.load import BY_SUBJECT, MOST, Subject
-from app.parts import chart, escaped, look, table
+from app.parts import chart, escaped, look, mark, table
 from memtrace.analysis.occupancy import Course
 
 TITLE, PATH = "Fragmentation", "fragmentation"
+
+_COURSE = "unused"  # the chart over time
 
 
 def draw(subjects: Sequence[Subject]) -> None:
@@ -33,12 +37,28 @@ def draw(subjects: Sequence[Subject]) -> None:
             f"No segments were recorded of {escaped(', '.join(without))}: only the caching "
             "allocator of a GPU has them. The page What if shows what it would make of such a run."
         )
-    if found:
-        _scrubbed(found)
+    if not found:
+        return
+    histories = [history for _, history in found]
+    drawn = over_time(histories, look())
+    _scrubbed(found, drawn)
+    chart(
+        drawn,
+        lambda: frames.courses(histories),
+        key=_COURSE,
+        alt=" ".join(map(describe_course, histories)),
+    )
+    st.caption(
+        "Hard is free in segments where a block lives, releasable in whole segments, private in "
+        "pools of graphs; the ratio is hard / reserved. At the top, addresses without gaps between "
+        f"segments, in {ADDRESSES} rows; what is blank was not reserved. What is unused has the "
+        "scale of a run that still allocates more; double-click for what it frees in the end."
+    )
 
 
 @st.fragment
-def _scrubbed(found: Sequence[tuple[Subject, History]]) -> None:
+def _scrubbed(found: Sequence[tuple[Subject, History]], over_time: go.Figure) -> None:
+    """The segments where the slider is, and a line there in the chart over time."""
     courses = [history.course for _, history in found]
     jumps = {
         "Peak of allocated": _highest(courses, "allocated"),
@@ -74,19 +94,9 @@ def _scrubbed(found: Sequence[tuple[Subject, History]]) -> None:
     )
     st.caption(escaped(" ".join(map(describe, instants))))
     table(frames.unused(instants))
-    st.subheader("Over time")
     histories = [history for _, history in found]
-    chart(
-        over_time(histories, [span - 1] * len(histories), look()),
-        lambda: frames.courses(histories),
-        key="unused",
-        alt=" ".join(map(describe_course, histories)),
-    )
-    st.caption(
-        "Hard is free in segments where a block lives, releasable in whole segments, private in "
-        "pools of graphs; the ratio is hard / reserved. At the top, addresses without gaps between "
-        f"segments, in {ADDRESSES} rows; what is blank was not reserved."
-    )
+    mark(_COURSE, moments(over_time, histories, [span - 1] * len(histories)))
+    st.subheader("Over time")
 
 
 def _jump(text: str, span: int) -> None:

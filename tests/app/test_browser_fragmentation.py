@@ -26,6 +26,13 @@ def test_the_slider_moves_the_map_and_charts_are_saved(tmp_path: Path) -> None:
             page.get_by_role("slider").first.press("ArrowLeft")
         said.wait_for(state="detached")
         assert "instant=" in page.url
+        line = page.locator(".st-key-unused .js-plotly-plot line.memtrace-mark").first
+        where = line.get_attribute("x1")
+        page.get_by_role("slider").first.press("ArrowLeft")
+        page.wait_for_function(
+            "old => Number(document.querySelector('line.memtrace-mark').getAttribute('x1')) < old",
+            arg=float(where),
+        )
         page.get_by_role("button", name="Most in pieces").click()
         said.wait_for()
         for number, key in enumerate(("segments", "unused")):
@@ -37,6 +44,7 @@ def test_the_slider_moves_the_map_and_charts_are_saved(tmp_path: Path) -> None:
     table = (tmp_path / "memtrace-segments.csv").read_text().splitlines()
     assert table[0] == "run,segment,stream,address,bytes,requested,state,component,made in"
     saved = (tmp_path / "memtrace-segments.svg").read_text()
+    assert (tmp_path / "memtrace-unused.svg").read_text().count("memtrace-mark") == 3
     names = "{http://www.w3.org/2000/svg}"
     drawn = ElementTree.fromstring(saved)
     assert "KV_res" in {text.text for text in drawn.iter(f"{names}text")}

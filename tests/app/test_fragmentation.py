@@ -16,6 +16,7 @@ from app.figures.fragmentation import (
     Instant,
     describe,
     kinds,
+    moments,
     over_time,
     row_bytes,
     segment_map,
@@ -145,7 +146,7 @@ def test_nothing_reserved_is_an_empty_map(run: Path) -> None:
 
 def test_curves_are_the_parts_at_each_stop(run: Path) -> None:
     history = history_of(run)
-    figure = over_time([history], [3], LIGHT)
+    figure = over_time([history], LIGHT, [3])
     stops = history.course.stops
     for kind in ("hard", "pending"):
         expected = [getattr(stop.parts, kind) / MiB for stop in stops]
@@ -155,11 +156,27 @@ def test_curves_are_the_parts_at_each_stop(run: Path) -> None:
     [failed] = drawn(figure, "out of memory").x
     assert failed == history.time_us["ooms"][0] / 1e6
     assert {shape.x0 for shape in figure.layout.shapes} == {stops[3].time_us / 1e6}
+    assert moments(figure, [history], [3]) == dict.fromkeys(
+        ("xaxis", "xaxis2", "xaxis3"), stops[3].time_us / 1e6
+    )
+
+
+def test_what_is_freed_in_the_end_doesnt_dwarf_what_is_unused_before(tmp_path: Path) -> None:
+    simulated = Program(200 * MiB)
+    found = [simulated.alloc(20 * MiB) for _ in range(5)]
+    simulated.free(found.pop())
+    simulated.alloc(15 * MiB)
+    for block in found:
+        simulated.free(block)
+    history = history_of(simulated.write(tmp_path / "ends.memtrace"))
+    figure = over_time([history], LIGHT)
+    assert max(drawn(figure, "releasable").y) >= 80
+    assert figure.layout.yaxis2.range[1] == pytest.approx(1.08 * 20)
 
 
 def test_the_map_over_time_is_blank_where_nothing_was_reserved(run: Path) -> None:
     history = history_of(run)
-    share = drawn(over_time([history], [0], LIGHT), "used").z
+    share = drawn(over_time([history], LIGHT), "used").z
     assert np.isnan(share[-1, 0]) and not np.isnan(share[0, -1])
     assert np.nanmax(share) == pytest.approx(100)
 
@@ -167,7 +184,7 @@ def test_the_map_over_time_is_blank_where_nothing_was_reserved(run: Path) -> Non
 def test_eight_runs_have_three_parts_each(run: Path) -> None:
     history = history_of(run)
     eight = [History(f"run{n}", *list(vars(history).values())[1:]) for n in range(8)]
-    figure = over_time(eight, [0] * 8, LIGHT)
+    figure = over_time(eight, LIGHT, [0] * 8)
     assert len(figure.layout.shapes) == 24
     assert sum(trace.type == "heatmap" for trace in figure.data) == 8
 
