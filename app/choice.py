@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import streamlit as st
 
+from app.figures.style import visible
 from app.load import MOST, Run, Subject, Unbooked, load
 from app.parts import escaped
 from memtrace.analysis.summary import Summary
@@ -17,10 +18,15 @@ from memtrace.trace import SUFFIX
 
 _Part = TypeVar("_Part")
 
+_LONGEST = 40  # signs of a name: a third of the width of a page of 1280 pixels
 
-def chosen(folders: Sequence[str]) -> list[Subject | Unbooked]:
-    """Let the reader choose; a run that can't be read is said and left out."""
-    names = {_label(folder, folders): folder for folder in folders}
+
+def chosen(names: Mapping[str, str]) -> list[Subject | Unbooked]:
+    """Let the reader choose; a run that can't be read is said and left out.
+
+    Args:
+        names: the folders of all runs, by what they are called.
+    """
     subjects: list[Subject | Unbooked] = []
     problems = []
     with st.container(horizontal=True):
@@ -48,10 +54,28 @@ def chosen(folders: Sequence[str]) -> list[Subject | Unbooked]:
     return subjects[:MOST]
 
 
-def _label(folder: str, folders: Sequence[str]) -> str:
-    name = Path(folder).name.removesuffix(SUFFIX)
-    alike = [other for other in folders if Path(other).name.removesuffix(SUFFIX) == name]
-    return name if len(alike) == 1 else folder
+def named(folders: Sequence[str]) -> dict[str, str]:
+    """Folders by what their runs are called: the end of the path that no other one has, shortened
+    and without signs that a page doesn't show or that turn what stands behind them."""
+    found = []
+    for folder in folders:
+        parts = Path(folder).parts
+        others = [Path(other).parts for other in folders if other != folder]
+        ends = (parts[-count:] for count in range(1, len(parts)))
+        unlike = (end for end in ends if all(other[-len(end) :] != end for other in others))
+        name = "/".join(next(unlike, parts)).removesuffix(SUFFIX)
+        found.append(_shortened(visible(name)))
+    once = [
+        name if found.count(name) == 1 else f"{name} ({found[:number].count(name) + 1})"
+        for number, name in enumerate(found)
+    ]
+    return dict(zip(once, folders, strict=True))
+
+
+def _shortened(name: str) -> str:
+    """Its beginning and its end, by both of which runs differ."""
+    half = _LONGEST // 2
+    return name if len(name) <= _LONGEST else f"{name[:half]}…{name[1 - half :]}"
 
 
 def _subjects(name: str, run: Run) -> list[Subject] | list[Unbooked]:

@@ -13,12 +13,13 @@ from memtrace.render import facts
 from memtrace.sizes import format_size
 
 _FRAMES = 3  # of a stack, in a table
+_COLUMNS = 4  # of a table of terms
 #: What both equations call their sums.
 SUMS = {"live": "M_live (1)", "process": "process (2)"}
 
 
 def equations(comparison: Comparison, own: bool) -> pd.DataFrame:
-    """Both equations: a row a term, a column a run, and for each later run what it differs by.
+    """Both equations: what each run has of each term, and what each later run differs by.
 
     Args:
         comparison: the runs; one alone is fine.
@@ -34,7 +35,12 @@ def equations(comparison: Comparison, own: bool) -> pd.DataFrame:
         columns[f"{other.name} - {first.name}"] = [
             _size(difference(mine[name], base[name]), signed=True) for name in TERMS
         ]
-    return pd.DataFrame(columns, index=[SUMS.get(name, name) for name in TERMS])
+    return narrow(pd.DataFrame(columns, index=[SUMS.get(name, name) for name in TERMS]))
+
+
+def narrow(frame: pd.DataFrame) -> pd.DataFrame:
+    """A table of terms as it fits a page: of many runs a row each, else a column each."""
+    return frame.T if len(frame.columns) > _COLUMNS else frame
 
 
 def _size(value: int | None, *, signed: bool = False) -> str:

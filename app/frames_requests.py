@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from app.figures.requests import Workload
-from app.frames import SUMS
+from app.frames import SUMS, narrow
 from memtrace.analysis.compare import TERMS
 from memtrace.analysis.growth import Growing
 from memtrace.analysis.instants import Answered
@@ -57,7 +57,7 @@ def terms(answered: Mapping[str, Answered]) -> pd.DataFrame:
         for when, found in (("at its peak", one.peak), ("after it", one.after)):
             if found is not None:
                 columns[f"{name} {when}"] = _terms(found.balance)
-    return pd.DataFrame(columns, index=[SUMS.get(name, name) for name in TERMS])
+    return narrow(pd.DataFrame(columns, index=[SUMS.get(name, name) for name in TERMS]))
 
 
 def _terms(balance: Balance) -> list[str]:

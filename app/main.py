@@ -9,7 +9,7 @@ from types import ModuleType
 import streamlit as st
 
 from app import live, views
-from app.choice import chosen
+from app.choice import chosen, named
 from app.load import Subject, Unbooked
 from app.parts import escaped
 from app.replays import replays, welcome
@@ -40,7 +40,8 @@ def left_out(names: Iterable[str]) -> None:
 pages = [st.Page(partial(show, view), title=view.TITLE, url_path=view.PATH) for view in views.ALL]
 page = st.navigation(pages, position="top")
 began, versions = time.monotonic(), live.recording(sys.argv[1:])
-welcome()
-subjects = chosen([*sys.argv[1:], *(str(one.folder) for one in replays())])
+runs = named([*sys.argv[1:], *(str(one.folder) for one in replays())])
+welcome(runs)
+subjects = chosen(runs)
 page.run()
 live.follow(versions, time.monotonic() - began)

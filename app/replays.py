@@ -9,7 +9,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
@@ -138,16 +138,22 @@ def wait_for(one: Replay) -> None:
     st.session_state.setdefault("awaited", []).append(one)
 
 
-def welcome() -> None:
+def welcome(runs: Mapping[str, str]) -> None:
     """Add to the runs that are shown what was made since the page was last drawn.
 
     Why others weren't made is left to the page in ``problems``.
+
+    Args:
+        runs: the folders of all runs, by what they are called.
     """
-    ended = [one for one in st.session_state.get("awaited", ()) if not one.running]
-    for one in ended:
-        st.session_state["awaited"].remove(one)
-        shown = st.session_state["run"]
-        if one.problem:
-            st.session_state.setdefault("problems", []).append(one.problem)
-        elif one.outcome is not None and one.name not in shown and len(shown) < MOST:
-            st.session_state["run"] = [*shown, one.name]
+    names = {folder: name for name, folder in runs.items()}
+    for one in list(st.session_state.get("awaited", ())):
+        name, shown = names.get(str(one.folder)), st.session_state["run"]
+        if one.problem is not None:
+            st.session_state["awaited"].remove(one)
+            if one.problem:
+                st.session_state.setdefault("problems", []).append(one.problem)
+        elif name is not None:
+            st.session_state["awaited"].remove(one)
+            if name not in shown and len(shown) < MOST:
+                st.session_state["run"] = [*shown, name]

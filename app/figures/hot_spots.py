@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from app.figures.style import Look, dress, unit_of
+from app.figures.style import Look, dress, plain, unit_of
 from memtrace.analysis.catalogue import HotSpot
 from memtrace.components import COLOURS, base
 from memtrace.sizes import format_size
@@ -31,7 +31,7 @@ def hot_spots(spots: Sequence[HotSpot], look: Look) -> go.Figure:
         )
     figure.update_yaxes(
         tickvals=list(range(len(spots))),
-        ticktext=[_short(spot.group.where) for spot in spots],
+        ticktext=[plain(_short(spot.group.where)) for spot in spots],
         autorange="reversed",
         showgrid=False,
         zeroline=False,
@@ -55,7 +55,7 @@ def _said(spot: HotSpot) -> str:
     group = spot.group
     return (
         f"{group.component}: {group.count:,} allocations, {format_size(group.bytes)} in all"
-        f"<br>{group.where}"
+        f"<br>{plain(group.where)}"
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import plotly.graph_objects as go
 
-from app.figures.style import Look, dress
+from app.figures.style import Look, dress, plain
 from memtrace.analysis.peaks import Group
 from memtrace.components import COLOURS, base
 from memtrace.sizes import format_size
@@ -25,7 +25,7 @@ def icicle(groups: Sequence[Group], look: Look) -> go.Figure:
         go.Icicle(
             ids=["\n".join(path) or " " for path, _ in drawn],
             parents=["" if not path else "\n".join(path[:-1]) or " " for path, _ in drawn],
-            labels=[_label(path) for path, _ in drawn],
+            labels=[plain(_label(path)) for path, _ in drawn],
             values=[size for _, size in drawn],
             text=[format_size(size) for _, size in drawn],
             branchvalues="total",
@@ -41,6 +41,7 @@ def icicle(groups: Sequence[Group], look: Look) -> go.Figure:
         )
     )
     dress(figure, look, _HEIGHT, top=10)
+    figure.update_layout(uniformtext={"minsize": 11, "mode": "hide"})
     return figure
 
 

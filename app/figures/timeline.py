@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from app.figures.style import Look, Unit, dress, unit_of
+from app.figures.style import Look, Unit, dress, plain, unit_of
 from memtrace.analysis.alignment import Axis
 from memtrace.analysis.peaks import Balance
 from memtrace.analysis.steps import KINDS, Steps
@@ -108,7 +108,10 @@ def timelines(
     _name_once(figure)
     dress(figure, look, grid.height, top=_LEGEND)
     figure.update_yaxes(zeroline=False)
-    figure.layout.yaxis.range = (0, 1.08 * max(map(_largest, panels)) / unit.size)
+    highest_of = max(int(panel.timeline.allocated.max(initial=0)) for panel in panels)
+    figure.layout.yaxis.update(  # so that the stack is larger once the legend hides the process
+        autorange=True, rangemode="tozero", autorangeoptions_include=1.08 * highest_of / unit.size
+    )
     figure.update_xaxes(showgrid=False, zeroline=False, automargin=False)
     figure.update_layout(
         hovermode="x unified",
@@ -213,7 +216,7 @@ def _lay_out(
         }
     )
     figure.add_annotation(
-        text=name,
+        text=plain(name),
         x=(left + right) / 2,
         y=top,
         xref="paper",
@@ -230,7 +233,7 @@ def _ticks(scale: Scale) -> dict[str, Any]:
     low, high = scale.view
     within = [at for at in range(len(scale.names)) if low <= at <= high]
     some = within[:: ceil(len(within) / _MOST_TICKS) or 1]
-    return {"tickvals": some, "ticktext": [scale.names[at] for at in some], "tickangle": 0}
+    return {"tickvals": some, "ticktext": [plain(scale.names[at]) for at in some], "tickangle": 0}
 
 
 def _name_once(figure: go.Figure) -> None:
@@ -373,7 +376,7 @@ def _rulers(rulers: Sequence[_Ruler], scale: Scale, look: Look) -> Iterator[go.B
             base=one.start,
             x=width,
             width=1,
-            text=one.names,
+            text=[plain(name) for name in one.names],
             textposition="inside",
             insidetextanchor="middle",
             textangle=0,

@@ -7,7 +7,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from app.figures.style import Look, Unit, dress, unit_of
+from app.figures.style import Look, Unit, dress, plain, unit_of
 from memtrace.analysis.compare import Comparison, Terms, difference
 from memtrace.components import COLOURS, PROCESS_COMPONENTS, TENSOR_COMPONENTS
 from memtrace.sizes import format_size
@@ -16,6 +16,7 @@ from memtrace.sizes import format_size
 ORDER = (*TENSOR_COMPONENTS, "allocated", *PROCESS_COMPONENTS, "process")
 _HEIGHT = 24  # pixels a term
 _BETWEEN = 80  # pixels between rows of panels, for a title and an axis
+_LONGEST = 40  # signs of a title
 _ROOM = 0.3  # of a panel's width, for the text behind its bars
 
 
@@ -51,7 +52,7 @@ def waterfall(comparison: Comparison, look: Look) -> go.Figure:
     first, *others = comparison.sides
     runs = [_Panel(side.name, _steps(side.at_peak)) for side in comparison.sides]
     changes = [
-        _Panel(f"{other.name} − {first.name}", _changes(other.at_peak, first.at_peak))
+        _Panel(_between(other.name, first.name), _changes(other.at_peak, first.at_peak))
         for other in others
     ]
     if len(runs) <= 2:
@@ -64,7 +65,7 @@ def waterfall(comparison: Comparison, look: Look) -> go.Figure:
         rows=len(rows),
         cols=columns,
         specs=[[{}] * len(row) + [None] * (columns - len(row)) for row in rows],
-        subplot_titles=[panel.title for row in rows for panel in row],
+        subplot_titles=[plain(panel.title) for row in rows for panel in row],
         shared_yaxes=True,
         horizontal_spacing=0.02,
         vertical_spacing=_BETWEEN / height,
@@ -83,6 +84,11 @@ def waterfall(comparison: Comparison, look: Look) -> go.Figure:
     dress(figure, look, height)
     figure.update_layout(showlegend=False, bargap=0.25)
     return figure
+
+
+def _between(name: str, base: str) -> str:
+    text = f"{name} − {base}"
+    return text if len(text) <= _LONGEST else "difference"
 
 
 def _steps(terms: Terms) -> list[_Bar]:
@@ -119,7 +125,7 @@ def _traces(panel: _Panel, unit: Unit, look: Look) -> tuple[go.Bar, go.Scatter]:
         },
         customdata=[bar.text for bar in panel.bars],
         hovertemplate="%{y}: %{customdata}<extra></extra>",
-        name=panel.title,
+        name=plain(panel.title),
     )
     texts = go.Scatter(
         y=terms,

@@ -13,6 +13,7 @@ from memtrace.analysis.compare import Comparison, compare
 TITLE, PATH = "Overview", "overview"
 
 _TOP = 10
+_BESIDE = 2  # tables
 
 
 def draw(subjects: Sequence[Subject]) -> None:
@@ -26,7 +27,7 @@ def draw(subjects: Sequence[Subject]) -> None:
         key="equation",
         alt=describe(comparison),
     )
-    places = (f"{side.name} peaks in {side.account.place}." for side in comparison.sides)
+    places = (f"{side.name} peaks {side.account.place.within}." for side in comparison.sides)
     st.caption(escaped(" ".join(places)))
     _equations(comparison)
     _allocations(comparison)
@@ -46,7 +47,8 @@ def _verdicts(comparison: Comparison) -> None:
 
 
 def _equations(comparison: Comparison) -> None:
-    at_peak, own = st.columns(2)
+    few = len(comparison.sides) <= _BESIDE
+    at_peak, own = st.columns(2) if few else (st.container(), st.container())
     with at_peak:
         st.subheader("At the peak of allocated")
         table(frames.equations(comparison, own=False))
@@ -57,9 +59,9 @@ def _equations(comparison: Comparison) -> None:
 
 def _allocations(comparison: Comparison) -> None:
     st.subheader("Live at the peak")
-    columns = st.columns(len(comparison.sides))
-    for column, side in zip(columns, comparison.sides, strict=True):
-        with column:
+    columns = st.columns(min(len(comparison.sides), _BESIDE))
+    for number, side in enumerate(comparison.sides):
+        with columns[number % len(columns)]:
             st.markdown(f"**{escaped(side.name)}**")
             table(frames.allocations(side.account.top[:_TOP]).set_index("component"))
 

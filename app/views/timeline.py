@@ -215,11 +215,15 @@ def _alive(subjects: Sequence[Subject], axes: Sequence[Axis], places: dict[str, 
                 f"**{escaped(subject.name)}**, {_moment(subject, event)} against "
                 f"{_moment(subject, other)}"
             )
-            table(frames.changes(found[:_ROWS]).set_index("component"))
+            if found:
+                table(frames.changes(found[:_ROWS]).set_index("component"))
+            else:
+                st.caption("Nothing differs.")
             _more(len(found), "groups differ")
         else:
             st.markdown(f"**{escaped(subject.name)}**, {_moment(subject, event)}")
-            table(frames.storages(largest(account, event, _ROWS)).set_index("component"))
+            if alive := largest(account, event, _ROWS):
+                table(frames.storages(alive).set_index("component"))
             _more(len(account.lives.allocated(event)), "storages are alive")
 
 
@@ -242,6 +246,9 @@ def _flames(subject: Subject, event: int, key: str) -> None:
     groups = top_allocations(subject.account.account, event)
     total = format_size(sum(group.bytes for group in groups))
     st.markdown(f"**{escaped(subject.name)}**: {total}")
+    if not groups:
+        st.caption("Nothing was alive.")
+        return
     chart(
         icicle.icicle(groups, look()),
         lambda: frames.groups(groups),

@@ -21,6 +21,7 @@ from app import views
 from memtrace import scopes
 from memtrace.record.here import record_here
 from tests.app.browsing import browsing, serving
+from tests.app.test_odd_runs import ODD
 from tests.test_end_to_end import untrained
 
 SCHEDULES = {"snapkv": "whole_prompt", "tidekv": "layer_major"}
@@ -36,6 +37,17 @@ CHARTS: dict[str, dict[str, str | None]] = {
     }
 }
 CHARTS["virtual"] = CHARTS["demo"] | {"fragmentation": ".st-key-segments .scatterlayer .fills path"}
+
+
+#: Nothing is on its way.
+STILL = """() => !document.querySelector(
+    "[data-testid=stStatusWidget], [data-testid=stSkeleton], [data-stale=true]"
+)"""
+#: By how many pixels a page is wider than the window.
+ACROSS = """() => {
+    const main = document.querySelector("[data-testid=stMain]");
+    return main.scrollWidth - main.clientWidth;
+}"""
 
 
 def demo(folder: Path) -> list[Path]:
@@ -90,12 +102,19 @@ def keep(page: Any, name: str) -> None:
     page.set_viewport_size({"width": width, "height": 1000})
 
 
+#: All that is looked at where pictures are kept, else the extremes.
+LOOKS = [(1280, "light"), (1920, "dark")]
+if "MEMTRACE_SCREENSHOTS" in os.environ:
+    LOOKS += [(1280, "dark"), (1920, "light")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1920, "dark")])
+@pytest.mark.parametrize(("width", "scheme"), LOOKS)
 def test_each_page_opens_by_its_address(pair: tuple[str, str], width: int, scheme: str) -> None:
     name, url = pair
-    for path in (view.PATH for view in views.ALL):
-        with browsing(f"{url}/{path}", width, scheme) as page:
+    with browsing(url, width, scheme) as page:
+        for path in (view.PATH for view in views.ALL):
+            page.goto(f"{url}/{path}")
             drawn = CHARTS[name][path]
             if drawn is None:
                 text = "No segments were recorded" if path == "fragmentation" else "What comes of"
@@ -105,6 +124,31 @@ def test_each_page_opens_by_its_address(pair: tuple[str, str], width: int, schem
             page.locator("[data-stale=true]").first.wait_for(state="detached")
             assert page.locator("[data-testid=stException]").count() == 0
             keep(page, f"{name}-{path}-{width}-{scheme}")
+
+
+#: What is in the address, too, of runs that are no pair.
+ODDER = {
+    "eight": "",
+    "ranks": "&".join(f"in+ranks=rank+{rank},+cpu" for rank in range(4)),
+    "every_kind": "",
+    "strange_names": "",
+    "empty": "",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(ODDER))
+def test_odd_runs_fit_the_page(name: str, tmp_path: Path) -> None:
+    with serving(tmp_path, *map(Path, ODD[name](tmp_path))) as (_, url):
+        for width, scheme in LOOKS if "MEMTRACE_SCREENSHOTS" in os.environ else LOOKS[:1]:
+            with browsing(url, width, scheme) as page:
+                for path in (view.PATH for view in views.ALL):
+                    page.goto(f"{url}/{path}?{ODDER[name]}")
+                    page.get_by_text("Runs", exact=True).wait_for()
+                    page.wait_for_function(STILL)
+                    assert page.locator("[data-testid=stException]").count() == 0
+                    assert page.evaluate(ACROSS) <= 0
+                    keep(page, f"{name}-{path}-{width}-{scheme}")
 
 
 @pytest.mark.slow

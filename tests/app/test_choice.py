@@ -1,5 +1,6 @@
 """Which runs, devices and processes the pages show, and how the address says so."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 pytest.importorskip("streamlit")
 
 from app import load, views
+from app.choice import named
 from memtrace.sizes import format_size
 from memtrace.trace import SCHEMA
 from memtrace.trace.manifest import read_manifest, write_manifest
@@ -104,9 +106,41 @@ def test_a_run_is_read_once_for_all_sessions(
 def test_runs_of_one_name_are_told_apart(
     runs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    again = str(prefill().write(tmp_path / "again" / "tide.memtrace"))
-    app = opened(monkeypatch, [runs[1], again], "timeline")
-    assert titles(app) == [runs[1], again]
+    both = [str(prefill().write(tmp_path / name / "tide.memtrace")) for name in ("one", "two")]
+    app = opened(monkeypatch, [runs[0], *both], "timeline")
+    assert titles(app) == ["snapkv", "one/tide", "two/tide"]
+
+
+def test_long_names_are_shortened_and_told_apart_by_number() -> None:
+    names = named([f"/runs/{'x' * 100}{number}{'y' * 100}.memtrace" for number in range(2)])
+    assert [name.replace("x", "").replace("y", "") for name in names] == ["… (1)", "… (2)"]
+    assert max(map(len, names)) < 50
+
+
+def test_signs_that_nobody_sees_are_marked() -> None:
+    assert list(named(["/runs/a\u202eb\n.memtrace"])) == ["a\ufffdb\ufffd"]
+
+
+def test_a_run_named_twice_is_there_twice() -> None:
+    assert list(named(["/runs/a", "/runs/a"])) == ["a (1)", "a (2)"]
+
+
+@pytest.mark.parametrize("path", [view.PATH for view in views.ALL])
+def test_a_run_that_goes_while_it_is_looked_at_is_said(
+    path: str, runs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = opened(monkeypatch, runs, path)
+    [events] = Path(runs[1]).rglob("events*")
+    events.unlink()
+    app.run()
+    assert not app.exception
+    shutil.rmtree(runs[1])
+    app.run()
+    assert not app.exception
+    assert [error.value.replace("\\", "") for error in app.error] == [f"{runs[1]} doesn't exist"]
+    prefill(scale=5).write(Path(runs[1]))
+    app.run()
+    assert not app.exception and not app.error
 
 
 def two_devices() -> History:

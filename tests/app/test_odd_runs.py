@@ -131,6 +131,22 @@ def frees_of_what_is_unknown(folder: Path) -> list[str]:
 
 
 @odd
+def strange_names(folder: Path) -> list[str]:
+    """What Markdown, LaTeX, HTML or a page could take for something else, and two equal names."""
+    strange = "$x^2$ *b* <script>alert(1)</script> [a](b) `c` :smile: | ~~s~~ 漢 \u202e &amp; "
+    runs = []
+    for place in ("one", "two"):
+        history = History()
+        for number, text in enumerate((strange, "L" * 300, "", " ", strange + "again", "日本語")):
+            start = history.time_us
+            with history.scope("request", text), history.scope("phase", strange):
+                history.alloc((1 + number) * MiB, "Act", op=strange + text)
+            history.rows["requests"].append((text, 8, 3, start, start, history.time_us - 1, "ok"))
+        runs.append(str(history.write(folder / place / f"a $x$ *b* <b> {'N' * 150}.memtrace")))
+    return runs
+
+
+@odd
 def every_kind(folder: Path) -> list[str]:
     """Runs on a GPU, on a CPU, whole and failed, beside each other."""
     return [*out_of_memory(folder), *spike(folder), *single(folder), *truncated(folder)]
