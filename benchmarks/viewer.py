@@ -7,7 +7,8 @@ server answers. ``first_page``, ``timeline``: from then, in a browser that was n
 the page's chart is drawn; ``bare``: the same of a page that has nothing but a chart of two bars,
 which no page of Streamlit's can beat on this machine at this time. ``zoom``: from the end of a drag
 until the part is drawn; ``click``: from a click until what was alive is drawn, of which 0.25 s is
-the wait for a second click. ``query``: in a process of its own, reading a random part of the
+the wait for a second click; ``slider``: from an arrow key on the slider of Fragmentation until the
+segments there are drawn. ``query``: in a process of its own, reading a random part of the
 timeline down to what is drawn; ``figure``: that and building the figure; ``instant``: what is alive
 at a random instant, grouped. ``resident``: of the server in the end; ``highest``: ever, while it
 read the run. Seconds of wall time are the best of the repeats and their median; those of the CPU
@@ -44,7 +45,9 @@ from typing import Any
 from replay import SNAPSHOT, machine, make, measure
 
 EVENTS = 10_000_000
-LIMITS = {"first_page": 3.0, "query": 0.1, "zoom": 0.6, "resident": 1.5 * 2**30}
+LIMITS = {"first_page": 3.0, "query": 0.1, "zoom": 0.6, "slider": 0.6, "resident": 1.5 * 2**30}
+#: What a reader waits for.
+WAITS = ("bare", "first_page", "timeline", "zoom", "click", "slider")
 #: The least that a page can be: what it takes is Streamlit's, Plotly's and the browser's.
 BARE = """\
 import plotly.graph_objects as go
@@ -54,6 +57,8 @@ st.plotly_chart(go.Figure(go.Bar(x=[1, 2], y=[3, 4])), key="bare")
 """
 _SIZE = {"width": 1280, "height": 1000}
 _DRAWN = "() => document.querySelector('.st-key-{} .js-plotly-plot .{} path')"
+_SEGMENTS = """() => [...document.querySelectorAll(".st-key-segments .fills path")]
+    .map((path) => path.getAttribute("d")).join()"""
 _RANGE = "() => document.querySelector('.st-key-timeline .js-plotly-plot')._fullLayout.xaxis.range"
 
 
@@ -150,9 +155,7 @@ def show(run: Path, bare: Path, repeats: int) -> dict[str, Any]:
     """
     from playwright.sync_api import Page, sync_playwright
 
-    found: dict[str, list[tuple[float, float, float]]] = {
-        name: [] for name in ("bare", "first_page", "timeline", "zoom", "click")
-    }
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in WAITS}
     with (
         serving("streamlit", "run", str(bare)) as (_, bare_url, _),
         serving("memtrace", "view", str(run)) as (server, url, answers),
@@ -198,6 +201,14 @@ def show(run: Path, bare: Path, repeats: int) -> dict[str, Any]:
             icicle, old = _DRAWN.format("alive-0", "iciclelayer"), "[data-stale=true]"
             drawn = f"() => ({alive})() && ({icicle})() && !document.querySelector('{old}')"
             timed("click", partial(page.mouse.click, x, y), page, drawn)
+            page.goto(f"{url}/fragmentation")
+            page.wait_for_function(_DRAWN.format("unused", "heatmaplayer").replace("path", "image"))
+            page.wait_for_timeout(1000)
+            press = partial(page.get_by_role("slider").first.press, "ArrowLeft")
+            for _ in range(3):
+                page.evaluate(f"window.before = ({_SEGMENTS})()")
+                timed("slider", press, page, f"() => ({_SEGMENTS})() != window.before")
+                page.wait_for_timeout(500)
             page.close()
         browser.close()
         shown = {name: summary(*zip(*times, strict=True)) for name, times in found.items()}
@@ -248,7 +259,7 @@ def measure_peers(peers: Path | None, folder: Path, repeats: int) -> dict[str, A
 def text_of(run: Mapping[str, Any]) -> str:
     """One run's numbers beside their limits."""
     lines = [f"{run['events']:,} events; the server answers after {run['answers']:.1f} s"]
-    for name in ("bare", "first_page", "timeline", "zoom", "click", "query", "figure", "instant"):
+    for name in (*WAITS, "query", "figure", "instant"):
         one = run[name]
         limit = f", limit {LIMITS[name]:g} s" if name in LIMITS else ""
         busy = ""
@@ -294,7 +305,9 @@ def main() -> int:
                 )
     within = all(
         run["resident"] <= LIMITS["resident"]
-        and all(run[name]["best"] <= LIMITS[name] for name in ("first_page", "query", "zoom"))
+        and all(
+            run[name]["best"] <= LIMITS[name] for name in ("first_page", "query", "zoom", "slider")
+        )
         for run in runs
     )
     return 0 if within else 1
