@@ -54,21 +54,31 @@ class Shape:
         return self.family in _HEAD_NORMS
 
     def weights(self) -> list[int]:
-        """Bytes of each parameter, and of the two buffers of the rotary embedding (fp32).
+        """Bytes of each parameter and buffer."""
+        return [*self.ends(), *self.layer() * self.layers, *self.rotary()]
 
-        Embeddings and head V·d; a layer's projections Hq·D·d (twice) and Hkv·D·d (twice), its MLP
-        3·d_ff·d, its norms 2·d; the last norm d. Qwen2 has biases of the three projections, Qwen3
-        norms of queries' and keys' heads.
+    def layer(self) -> list[int]:
+        """Bytes of each parameter of a layer.
+
+        Projections Hq·D·d (twice) and Hkv·D·d (twice), the MLP's 3·d_ff·d, norms 2·d. Qwen2 has
+        biases of the three projections, Qwen3 norms of queries' and keys' heads.
         """
         d, queries, keys = self.hidden, self.attention, self.kv_heads * self.head
-        layer = [queries * d, keys * d, keys * d, d * queries, *[self.mlp * d] * 3, d, d]
+        numbers = [queries * d, keys * d, keys * d, d * queries, *[self.mlp * d] * 3, d, d]
         if self.family in _BIASES:
-            layer += [queries, keys, keys]
+            numbers += [queries, keys, keys]
         if self.normalises_heads:
-            layer += [self.head, self.head]
-        ends = [self.vocabulary * d] * (1 if self.tied else 2)
-        numbers = [*ends, *layer * self.layers, d]
-        return [self.element * one for one in numbers] + [2 * self.head] * 2
+            numbers += [self.head, self.head]
+        return [self.element * one for one in numbers]
+
+    def ends(self) -> list[int]:
+        """Bytes of the last norm, d, of the head, V·d, and of embeddings that aren't tied to it."""
+        numbers = [self.hidden, *[self.vocabulary * self.hidden] * (1 if self.tied else 2)]
+        return [self.element * one for one in numbers]
+
+    def rotary(self) -> list[int]:
+        """Bytes of the two buffers of the rotary embedding, D/2 numbers in fp32."""
+        return [2 * self.head] * 2
 
 
 def shape_of(config: Mapping[str, Any], dtype: str | None = None) -> Shape | None:

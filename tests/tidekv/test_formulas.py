@@ -42,6 +42,8 @@ def case(llama: Shape) -> Case:
         window=32,
         block=2048,
         pooled=7,
+        sinks=4,
+        row_chunk=1,
         mlp_rows=None,
         quantised=None,
         placed=frozenset(),

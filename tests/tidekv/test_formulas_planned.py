@@ -59,6 +59,17 @@ SETTINGS = (
     "--prompt 1024 --budget 100 --chunk-size 512 --piece-rows 512 --batch 2",
     "--prompt 300 --budget 300 --chunk-size 16 --piece-rows 512",
 )
+SELECTORS = (
+    *("pyramidkv", "adakv", "chunkkv", "tova", "h2o", "keydiff", "knorm", "streamingllm"),
+    *("recent", "random"),
+)
+PLACED = (
+    "--stream-weights",
+    "--host-bridge",
+    "--park-caches",
+    "--host-embeddings",
+    "--stream-weights --host-bridge --park-caches --host-embeddings",
+)
 
 
 def grid(methods: Sequence[str], rest: Sequence[str]) -> Iterator[str]:
@@ -72,11 +83,18 @@ def grid(methods: Sequence[str], rest: Sequence[str]) -> Iterator[str]:
 
 
 CASES = (
-    *grid(METHODS, ATTENTION),
+    *grid(METHODS, ATTENTION[:1]),
+    *grid(["snapkv", "tidekv", "headinfer"], ATTENTION[1:]),
+    *grid(["tidekv"], [f"--selector {one}" for one in SELECTORS]),
+    *grid(["tidekv"], PLACED),
+    *grid(["snapkv", "tidekv", "full"], ["--cache kivi"]),
     "tidekv --model wide --prompt 900 --budget 64 --chunk-size 256 --selector-option window=4",
     "tidekv --model wide --prompt 900 --budget 64 --chunk-size 16 --selector-option block_size=128",
     "tidekv --model tied --prompt 900 --budget 64 --chunk-size 900 --dtype float32",
+    "tidekv --model wide --prompt 2000 --budget 800 --chunk-size 16 --cache kivi --selector recent",
+    "chunked --model narrow --prompt 1500 --chunk-size 16 --selector knorm --budget 64",
     "mst --model narrow --prompt 9000 --budget 64",
+    "as-given --model narrow --prompt 3000 --schedule kv_offload --selector none",
 )
 
 
@@ -90,7 +108,7 @@ def asked(case: str, folder: Path) -> argparse.Namespace:
     arguments = parser.parse_args(words)
     if arguments.model not in PRESETS:
         arguments.model = str(folder / arguments.model)
-    return planning.named(arguments, method)
+    return arguments if method == "as-given" else planning.named(arguments, method)
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +181,18 @@ def test_a_run_holds_at_its_peak_what_the_formula_lists(
     runs: dict[str, dict[str, Counter[int]]], models: Path, case: str
 ) -> None:
     assert by_formula(case, models) == runs[case]
+
+
+@pytest.mark.slow
+def test_so_it_is_of_every_method_with_everything(models: Path) -> None:
+    cases = [
+        *grid(METHODS, ATTENTION),
+        *grid(["snapkv", "mst", "chunked"], [f"--selector {one}" for one in SELECTORS[:4]]),
+        *grid([one for one in METHODS if one != "online"], ["--cache kivi"]),
+    ]
+    found = held(cases, models)
+    for case in cases:
+        assert by_formula(case, models) == found[case], case
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ __all__ = ["SCHEDULES", "Case", "Moment", "Quantised", "Tensor", "kernel_of", "p
 #: By name, the moments of each schedule.
 SCHEDULES: Mapping[str, Callable[[Case], Iterator[Moment]]] = {
     "whole_prompt": whole_prompt.moments,
+    "kv_offload": whole_prompt.moments,
     "layer_major": layer_major.moments,
     "chunked": token_major.chunked,
     "online": token_major.online,

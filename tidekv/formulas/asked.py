@@ -9,7 +9,7 @@ from memtrace.devices import Device
 from tidekv import budgets
 from tidekv.errors import TidekvError
 from tidekv.formulas.attention import kernel_of
-from tidekv.formulas.moments import Case
+from tidekv.formulas.moments import Case, Quantised
 from tidekv.loading import config_of
 from tidekv.shapes import FAMILIES, shape_of
 
@@ -20,11 +20,13 @@ class UnknownFormula(Exception):
 
 #: What has parts of a prefill elsewhere than on the device.
 PLACEMENT = ("stream_weights", "host_bridge", "park_caches", "host_embeddings")
+_SNAPKV = {"window": 32, "block_size": 2048, "kernel_size": 7, "sinks": 4}
 #: What schedules, selectors and the quantised cache take where nothing is said, as far as it
 #: decides about memory; a test holds it to the classes.
 DEFAULTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "schedule": {
         "whole_prompt": {"mlp_rows": None},
+        "kv_offload": {"mlp_rows": 4096},
         "chunked": {"chunk_size": 512, "piece_rows": 512},
         "layer_major": {"chunk_size": 512, "piece_rows": 512},
         "online": {"chunk_size": 512, "piece_rows": 512},
@@ -32,9 +34,19 @@ DEFAULTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     },
     "selector": {
         "none": {},
-        "snapkv": {"window": 32, "block_size": 2048, "kernel_size": 7},
+        "snapkv": _SNAPKV,
+        "pyramidkv": {**_SNAPKV, "beta": 20},
+        "adakv": _SNAPKV,
+        "chunkkv": {"window": 32, "block_size": 2048, "chunk": 10},
+        "tova": {"block_size": 2048},
+        "h2o": {"block_size": 2048},
+        "keydiff": {"block_size": 2048},
+        "knorm": {},
+        "streamingllm": {},
+        "recent": {},
+        "random": {},
     },
-    "cache": {"full_precision": {}},
+    "cache": {"full_precision": {}, "kivi": {"bits": 2, "group": 32, "residual": 128}},
 }
 
 
@@ -49,8 +61,9 @@ def case_of(arguments: argparse.Namespace, card: Device) -> Case:
         raise UnknownFormula(
             f"they know the families {', '.join(sorted(FAMILIES))} in float32, bfloat16 or float16"
         )
-    if placed := [one for one in PLACEMENT if getattr(arguments, one)]:
-        raise UnknownFormula(f"they don't know --{placed[0].replace('_', '-')}")
+    placed = frozenset(one for one in PLACEMENT if getattr(arguments, one))
+    if placed and arguments.schedule != "layer_major":
+        raise UnknownFormula("there is no such prefill")
     if arguments.scoring != "blockwise":
         raise UnknownFormula("they know blockwise scoring")
     if arguments.attention == "flash_attention_2" and find_spec("flash_attn") is not None:
@@ -58,8 +71,14 @@ def case_of(arguments: argparse.Namespace, card: Device) -> Case:
     kernel = kernel_of(arguments.attention, shape)
     if kernel is None:
         raise UnknownFormula(f"they don't know what {arguments.attention} takes for this model")
+    if arguments.selector == "h2o" and arguments.schedule in ("whole_prompt", "kv_offload"):
+        raise UnknownFormula("they don't know what h2o takes of transformers' own attention")
     schedule, selector = _given(arguments, "schedule"), _given(arguments, "selector")
-    _given(arguments, "cache")
+    cache = _given(arguments, "cache")
+    if cache and arguments.selector == "adakv":
+        raise UnknownFormula("how many rows of a head are quantised depends on the prompt")
+    if cache and arguments.schedule == "online":
+        raise UnknownFormula("they don't know what kivi takes under online")
     prompt = arguments.prompt
     budget = budgets.default(prompt) if arguments.budget is None else arguments.budget
     if arguments.selector == "none":
@@ -75,18 +94,33 @@ def case_of(arguments: argparse.Namespace, card: Device) -> Case:
         kernel=kernel,
         batch=arguments.batch,
         prompt=prompt,
-        kept=(kept,) * shape.layers,
+        kept=_kept(arguments, shape.layers, kept, selector),
         chunk=min(arguments.chunk_size or schedule.get("chunk_size", prompt), prompt),
         piece=arguments.piece_rows or schedule.get("piece_rows", prompt),
-        window=selector.get("window", 0),
+        window=1 if arguments.selector == "tova" else selector.get("window", 0),
         block=selector.get("block_size", prompt),
         pooled=selector.get("kernel_size", 1),
+        sinks=selector.get("sinks", 0),
+        row_chunk=selector.get("chunk", 1),
         mlp_rows=schedule.get("mlp_rows"),
-        quantised=None,
-        placed=frozenset(),
+        quantised=Quantised(**cache) if cache else None,
+        placed=placed,
         workspace=card.cublas_workspace,
         processors=card.processors,
     )
+
+
+def _kept(
+    arguments: argparse.Namespace, layers: int, rows: int, selector: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """Rows of each layer; a pyramid's are those beside the window and the sinks."""
+    if arguments.selector != "pyramidkv":
+        return (rows,) * layers
+    always = selector["window"] + selector["sinks"]
+    free = budgets.pyramid(
+        layers, mean=rows - always, most=arguments.prompt - always, beta=selector["beta"]
+    )
+    return tuple(always + one for one in free)
 
 
 def _given(arguments: argparse.Namespace, what: str) -> dict[str, Any]:
@@ -101,4 +135,6 @@ def _given(arguments: argparse.Namespace, what: str) -> dict[str, Any]:
         if key not in known or not text.isdecimal():
             raise UnknownFormula(f"they don't know {pair} of the {what} {name}")
         values[key] = int(text)
+        if values[key] < 1 and key != "sinks":
+            raise UnknownFormula("there is no such prefill")
     return values

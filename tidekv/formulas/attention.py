@@ -166,7 +166,7 @@ def _efficient(case: Case, rows: int, present: int) -> Iterator[Moment]:
     yield Moment("attention to the prefix", (*chunk, found, before, seed))
     kept = tensor("backend", "log-sum-exp of the prefix, 4·B·Hq·C", folded)
     number = act("of each query, 4·B·Hq·C", 4 * heads * rows)
-    if s.kv_heads > 1:
+    if s.kv_heads > 1 and group > 1:
         padded = group * rows % _PADDED > 0
         copies = (found, number) if padded else (found,)
         yield Moment("attention to the prefix, heads in order", (*chunk, found, kept, *copies))

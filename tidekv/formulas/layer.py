@@ -7,7 +7,8 @@ at its end, but for what is named as held.
 from collections.abc import Iterator
 
 from tidekv.formulas import attention
-from tidekv.formulas.moments import Case, Moment, Tensor, act, beside, tensor
+from tidekv.formulas.moments import Case, Moment, Tensor, act, beside
+from tidekv.formulas.scoring import observing, sums
 
 
 def step(case: Case, rows: int, present: int) -> Iterator[Moment]:
@@ -18,15 +19,23 @@ def step(case: Case, rows: int, present: int) -> Iterator[Moment]:
     """
     s, b = case.shape, case.shape.element
     queries = act("queries, B·C·Hq·D·b", case.batch * rows * s.attention * b)
-    yield from beside((queries,), table(case, rows))
+    before = (queries, *(sums(case) if present > rows else ()))
+    yield from beside(before, table(case, rows))
     piece = min(case.piece, rows)
-    held = (queries, rotation(case, rows))
+    held = (*before, rotation(case, rows))
     yield from beside(held, projections(case, piece))
     yield from beside(held, _queries(case, piece, piece))
     if rows < case.window:
         moved = case.batch * (case.window - rows) * s.attention * b
-        yield Moment("the window moves", (queries, act("its queries, B·Hq·(W-C)·D·b", moved)))
+        yield Moment("the window moves", (*before, act("its queries, B·Hq·(W-C)·D·b", moved)))
+    yield from beside(sums(case), _attention(case, rows, present, queries))
+
+
+def _attention(case: Case, rows: int, present: int, queries: Tensor) -> Iterator[Moment]:
+    """All from the chunk's queries on."""
+    yield from beside((queries,), observing(case, rows, present))
     yield from beside((queries,), attention.moments(case, rows, present))
+    s, b, piece = case.shape, case.shape.element, min(case.piece, rows)
     attended = attention.output(case, rows)
     joined = act("a piece's heads in a row, B·p·Hq·D·b", case.batch * piece * s.attention * b)
     in_place = attention.rows_first(case, rows, present) and (case.batch == 1 or piece == rows)
@@ -37,13 +46,28 @@ def step(case: Case, rows: int, present: int) -> Iterator[Moment]:
 
 def project(case: Case, rows: int, end: int) -> Iterator[Moment]:
     """The last layer's part of a chunk that ends at row ``end``: keys, values and the window."""
-    yield from table(case, rows)
+    yield from beside(sums(case) if end > rows else (), table(case, rows))
     piece = min(case.piece, rows)
-    held = (rotation(case, rows),)
+    held = (rotation(case, rows), *(sums(case) if end > rows else ()))
     yield from beside(held, projections(case, piece))
-    tail = min(case.window - (case.prompt - end), rows)
-    if tail > 0:
-        yield from beside(held, _queries(case, piece, min(tail, piece)))
+    tail = rows if case.selector == "h2o" else case.window - (case.prompt - end)
+    if tail <= 0:
+        return
+    tail = min(tail, piece)
+    yield from beside(held, _queries(case, piece, tail))
+    size = case.batch * tail * case.shape.attention * case.shape.element
+    queries = act("queries of a piece, B·p·Hq·D·b", size)
+    held = (rotation(case, rows), *sums(case), normed(case, piece), queries)
+    for start in range(0, rows, piece):
+        last = min(start + piece, rows)
+        yield from beside(held, observing(case, last - start, end - rows + last))
+
+
+def last_row(case: Case) -> Iterator[Moment]:
+    """The rest of the last layer: attention of the last row to all keys is the most of it."""
+    s = case.shape
+    query = act("query of the last row, B·Hq·D·b", case.batch * s.attention * s.element)
+    yield from beside((normed(case, 1), query), attention.moments(case, 1, case.prompt))
 
 
 def table(case: Case, rows: int) -> Iterator[Moment]:
@@ -121,9 +145,3 @@ def mlp(case: Case, piece: int) -> Iterator[Moment]:
     yield Moment("MLP", (held, act("gate and up, B·p·d_ff·b", wide, 2)))
     product = act("product, B·p·d_ff·b", wide)
     yield Moment("MLP", (held, product, act("output of a piece, B·p·d·b", held.bytes)))
-
-
-def window(case: Case) -> Tensor:
-    """What an observer of a layer holds for its end."""
-    size = case.batch * case.window * case.shape.attention * case.shape.element
-    return tensor("Temp", "queries of the window, B·Hq·W·D·b", size)

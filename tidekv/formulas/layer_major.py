@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from tidekv.formulas import layer
-from tidekv.formulas.moments import Case, Moment, beside, full, resident, tensor
-from tidekv.formulas.selecting import finished, layer_end
+from tidekv.formulas.moments import Case, Moment, at_head, beside, full, resident, temp, tensor
+from tidekv.formulas.selecting import finished, layer_end, observed, remembered
 
 
 def moments(case: Case) -> Iterator[Moment]:
@@ -13,15 +13,26 @@ def moments(case: Case) -> Iterator[Moment]:
     """
     s, b = case.shape, case.shape.element
     hidden = tensor("Hidden", "hidden states, B·S·d·b", case.batch * case.prompt * s.hidden * b)
+    if "host_bridge" in case.placed:
+        slot = case.batch * case.chunk * s.hidden * b
+        slots = min(len(case.spans()), 2)
+        hidden = tensor("Hidden", "hidden states of a chunk, B·C·d·b", slot, slots)
     last_row = tensor("Hidden", "hidden state of the last row, B·d·b", case.batch * s.hidden * b)
-    always = (*resident(case), full(case, case.prompt), layer.window(case))
-    before, last = s.layers - 2, s.layers - 1
+    own, before, last = full(case, case.prompt), s.layers - 2, s.layers - 1
+    always = (*resident(case), *observed(case))
     if before >= 0:
-        step, held = f"layer {before}, ", (*always, hidden, *finished(case, before))
+        step = f"layer {before}, "
+        held = (*always, hidden, *finished(case, before), *remembered(case, before))
         for rows, end in case.spans():
-            yield from beside(held, layer.step(case, rows, end), step)
-        yield from beside(held, layer_end(case, before, case.prompt), step)
-    step, held = f"layer {last}, ", (*always, *finished(case, last))
+            yield from beside((*held, own), layer.step(case, rows, end), step)
+        yield from beside(held, layer_end(case, before, case.prompt, own), step)
+    step, held = f"layer {last}, ", (*always, *finished(case, last), *remembered(case, last))
     for rows, end in case.spans():
-        yield from beside((*held, hidden), layer.project(case, rows, end), step)
-    yield from beside((*held, last_row), layer_end(case, last, case.prompt), step)
+        yield from beside((*held, own, hidden), layer.project(case, rows, end), step)
+    yield from beside((*held, own, last_row), layer.last_row(case), step)
+    yield from beside((*held, last_row), layer_end(case, last, case.prompt, own), step)
+    if case.placed & {"stream_weights", "host_embeddings"}:
+        logits = temp("logits, B·V·b", case.batch * s.vocabulary * b)
+        normed = temp("normed, B·d·b", case.batch * s.hidden * b)
+        held = (*at_head(case), last_row, *finished(case, s.layers), *remembered(case, s.layers))
+        yield Moment("the head", (*held, normed, logits))

@@ -112,6 +112,8 @@ class Case:
         window: W.
         block: b_s.
         pooled: neighbouring keys whose scores are pooled.
+        sinks: rows at the start that are kept whatever their score.
+        row_chunk: neighbouring rows that ChunkKV keeps together.
         mlp_rows: rows of an MLP's piece in the model's own forward; None: all at once.
         quantised: how kept rows are held; None: in full.
         placed: names of the options that have parts of a prefill elsewhere.
@@ -131,6 +133,8 @@ class Case:
     window: int
     block: int
     pooled: int
+    sinks: int
+    row_chunk: int
     mlp_rows: int | None
     quantised: Quantised | None
     placed: frozenset[str]
@@ -142,6 +146,11 @@ class Case:
         """Whether attention runs one KV head after the other."""
         return self.schedule == "head_offload"
 
+    @property
+    def ragged(self) -> bool:
+        """Whether heads keep unequal numbers of rows."""
+        return self.selector == "adakv"
+
     def spans(self) -> list[tuple[int, int]]:
         """Rows of each chunk, and rows up to its end."""
         ends = [*range(self.chunk, self.prompt, self.chunk), self.prompt]
@@ -149,9 +158,36 @@ class Case:
 
 
 def resident(case: Case) -> Iterator[Tensor]:
-    """Weights, token ids and cuBLAS's workspace: there all along."""
-    for size, count in Counter(case.shape.weights()).items():
+    """Weights, token ids and cuBLAS's workspace: there all along.
+
+    Weights on the host visit: streamed ones in two slots of a layer each, the rotary embedding's
+    buffers as long as layers run.
+    """
+    s = case.shape
+    if "stream_weights" in case.placed:
+        weights = [*s.layer() * min(s.layers, 2), *s.rotary()]
+    elif "host_embeddings" in case.placed:
+        weights = [*s.layer() * s.layers, *s.rotary()]
+    else:
+        weights = s.weights()
+    yield from _weights(weights)
+    yield from _inputs(case)
+
+
+def at_head(case: Case) -> Iterator[Tensor]:
+    """Where embeddings and head are on the host: what is there when the head visits."""
+    s, placed = case.shape, case.placed
+    layers = 0 if "stream_weights" in placed else s.layers
+    yield from _weights([*s.layer() * layers, *s.ends()[:2], *s.rotary()])
+    yield from _inputs(case)
+
+
+def _weights(sizes_: list[int]) -> Iterator[Tensor]:
+    for size, count in Counter(sizes_).items():
         yield tensor("model", "weights", size, count)
+
+
+def _inputs(case: Case) -> Iterator[Tensor]:
     yield tensor("other", "token ids, 8·B·S", 8 * case.batch * case.prompt)
     yield tensor("backend", "workspace of cuBLAS", case.workspace)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from tidekv.formulas import layer
 from tidekv.formulas.attention import flash, softmax
 from tidekv.formulas.moments import Case, Moment, Tensor, act, beside, full, resident, tensor
-from tidekv.formulas.selecting import finished, layer_end
+from tidekv.formulas.selecting import finished, layer_end, observed, remembered
 
 
 def moments(case: Case) -> Iterator[Moment]:
@@ -30,11 +30,12 @@ def moments(case: Case) -> Iterator[Moment]:
     if case.kernel == "eager":
         always = (*always, tensor("backend", "mask, B·S²·b", pairs * b))
         weights = (act("weights of attention, B·Hq·S²·b", pairs * s.query_heads * b),)
-    step, before = f"layer {last}, ", (*always, *finished(case, last))
+    step, before = f"layer {last}, ", (*always, *finished(case, last), *remembered(case, last))
     yield from beside(before, _attention(case, states, weights), step)
-    seen = (full(case, case.prompt), layer.window(case), states, states, *weights)
-    yield from beside((*before, *seen), layer_end(case, last, case.prompt), step)
-    after = (*always, *finished(case, s.layers), *weights, states)
+    own = full(case, case.prompt)
+    seen = (*observed(case), states, states, *weights)
+    yield from beside((*before, *seen), layer_end(case, last, case.prompt, own), step)
+    after = (*always, *finished(case, s.layers), *remembered(case, s.layers), *weights, states)
     yield from beside(after, _mlp(case, states), step)
 
 
