@@ -44,7 +44,8 @@ def add_methods(run: argparse.ArgumentParser) -> None:
         "--attention",
         type=lambda name: "flash_attention_2" if name == "fa2" else name,
         default="sdpa",
-        help="sdpa, eager or flash_attention_2, short fa2 (default: %(default)s)",
+        help="sdpa, eager or flash_attention_2, short fa2; or one kernel of sdpa: sdpa_flash, "
+        "sdpa_efficient or sdpa_math (default: %(default)s)",
     )
     run.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's own)")
 

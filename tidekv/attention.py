@@ -12,11 +12,14 @@ end, D head size.
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from memtrace import scopes
@@ -25,7 +28,18 @@ from tidekv.errors import InfeasibleError, check_choice
 #: One softmax over some of the keys: output (B, H, L, D) and log-sum-exp (B, H, L) in fp32.
 Partial = tuple[torch.Tensor, torch.Tensor]
 
-ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
+ATTENTIONS = (
+    *("sdpa", "eager", "flash_attention_2"),
+    *("sdpa_flash", "sdpa_efficient", "sdpa_math"),
+)
+#: Of those, the ones that are one kernel of PyTorch's scaled_dot_product_attention.
+_KERNELS = {
+    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa_math": SDPBackend.MATH,
+}
+#: Those that align a causal mask to the bottom right by themselves.
+FLASH = ("flash_attention_2", "sdpa_flash")
 
 
 @dataclass(frozen=True)
@@ -65,29 +79,36 @@ def decide(
         return Backend(attention, "plain operators, dense", _Eager(softcap))
     on_gpu = device.type in ("cuda", "meta")
     half = dtype in (torch.float16, torch.bfloat16)
-    if attention == "flash_attention_2":
-        if not (half and on_gpu):
-            raise InfeasibleError(
-                f"flash_attention_2 needs float16 or bfloat16 on CUDA, not "
-                f"{str(dtype).removeprefix('torch.')} on {device.type}; use attention='sdpa'."
-            )
-        if has_flash_package():
-            return Backend(attention, "the flash-attn package", _FlashPackage(softcap))
-        if softcap is not None:
+    if attention in FLASH and not (half and on_gpu):
+        raise InfeasibleError(
+            f"{attention} needs float16 or bfloat16 on CUDA, not "
+            f"{str(dtype).removeprefix('torch.')} on {device.type}; use attention='sdpa'."
+        )
+    if attention == "flash_attention_2" and has_flash_package():
+        return Backend(attention, "the flash-attn package", _FlashPackage(softcap))
+    if softcap is not None:
+        if attention != "sdpa":
             raise InfeasibleError(
                 "Attention with a soft cap needs the flash-attn package for flash_attention_2; "
                 "install it, or use attention='sdpa'."
             )
-    if softcap is not None:
         return Backend(attention, "plain operators (soft cap)", _Split(_Maths(softcap)))
-    if on_gpu and half and head_dim % 8 == 0 and head_dim <= 256:
-        return Backend(attention, "PyTorch's FlashAttention", _flash)
-    if attention == "flash_attention_2":
-        raise InfeasibleError(
-            f"FlashAttention serves no heads of {head_dim}; use attention='sdpa'."
-        )
+    if attention == "sdpa_math":
+        return Backend(attention, "PyTorch's attention in plain operators, dense", _dense)
+    if attention in ("sdpa", *FLASH):
+        if on_gpu and half and head_dim % 8 == 0 and head_dim <= 256:
+            return Backend(attention, "PyTorch's FlashAttention", _flash)
+        if attention in FLASH:
+            raise InfeasibleError(
+                f"FlashAttention serves no heads of {head_dim}; use attention='sdpa'."
+            )
     if on_gpu and head_dim % 4 == 0:
         return Backend(attention, "PyTorch's memory-efficient attention", _Split(_efficient))
+    if attention == "sdpa_efficient":
+        raise InfeasibleError(
+            f"Memory-efficient attention serves no heads of {head_dim} on {device.type}; use "
+            "attention='sdpa'."
+        )
     if device.type == "cpu":
         return Backend(attention, "PyTorch's FlashAttention for the CPU", _Split(_flash_cpu))
     return Backend(attention, "plain operators", _Split(_Maths(None)))
@@ -100,9 +121,18 @@ def has_flash_package() -> bool:
 
 def transformers_name(attention: str) -> str:
     """What transformers' own code runs: it insists on the package for flash_attention_2."""
-    if attention == "flash_attention_2" and not has_flash_package():
+    if attention in _KERNELS or (attention == "flash_attention_2" and not has_flash_package()):
         return "sdpa"
     return attention
+
+
+def pinned(attention: str) -> AbstractContextManager[None]:
+    """Have PyTorch's attention take the kernel that was asked for, if one was."""
+    if attention == "flash_attention_2":
+        attention = "sdpa_flash"
+    kernel = _KERNELS.get(attention)
+    pin: AbstractContextManager[None] = nullcontext() if kernel is None else sdpa_kernel(kernel)
+    return pin
 
 
 def by_transformers(backend: Backend, module: Any, mask: torch.Tensor) -> Backend:
@@ -130,8 +160,10 @@ def by_transformers(backend: Backend, module: Any, mask: torch.Tensor) -> Backen
         )
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
-        out: torch.Tensor = forward(module, q, k, v, mask[None, None], scaling=scaling, **given)[0]
-        return out.transpose(1, 2)
+        with pinned(backend.name):
+            out, _ = forward(module, q, k, v, mask[None, None], scaling=scaling, **given)
+        heads: torch.Tensor = out.transpose(1, 2)
+        return heads
 
     return replace(backend, attend=attend)
 
@@ -188,6 +220,14 @@ def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) ->
     )
     scopes.retag(lse, "backend")
     return out
+
+
+def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+    mask = causal_mask(q, q.shape[2], k.shape[2])
+    with pinned("sdpa_math"):
+        return scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=scaling, enable_gqa=q.shape[1] > k.shape[1]
+        )
 
 
 def _flash_cpu(

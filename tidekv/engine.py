@@ -80,7 +80,7 @@ def prefill(
         cache: how kept rows are held, see :func:`tidekv.methods.cache_of`.
         chunk_size: rows that a schedule advances at a time, if it has chunks.
         scoring: "blockwise" (bounded memory) or "dense" (reference).
-        attention: "sdpa", "eager" or "flash_attention_2"; None = the model's own setting.
+        attention: one of :data:`tidekv.attention.ATTENTIONS`; None = the model's own setting.
         attention_mask: (B, S); checked to be all ones, since padded batches are not supported.
             Without one every token counts, padding too.
         keep_indices: keep the positions of the kept rows.

@@ -86,7 +86,7 @@ def load_model(
             into the user's cache), a name in :data:`PRESETS` (no tokenizer), a folder written by
             ``save_pretrained``, or a hub id.
         dtype: of the weights; None = the checkpoint's own, bfloat16 for presets.
-        attention: "sdpa", "eager" or "flash_attention_2", for decoding and ``whole_prompt``.
+        attention: one of :data:`tidekv.attention.ATTENTIONS`, for decoding and ``whole_prompt``.
         weights: "random" (of a folder or hub id, its trained ones), or, of all that has a
             configuration, "empty" (whatever the memory held; the host takes none until it is
             written to) or "meta" (shapes only).

@@ -47,6 +47,13 @@ def test_prefix_and_chunk_merged_equal_eager(kernel, shape, prefix, chunk):
 
 @settings(max_examples=40)
 @given(shape=shapes, prefix=st.integers(0, 70), chunk=st.integers(1, 40))
+def test_the_math_kernel_equals_eager(shape, prefix, chunk):
+    q, k, v = tensors(rows=prefix + chunk, chunk=chunk, dtype=torch.float64, **shape)
+    torch.testing.assert_close(attention._dense(q, k, v, 0.3), EAGER(q, k, v, 0.3))
+
+
+@settings(max_examples=40)
+@given(shape=shapes, prefix=st.integers(0, 70), chunk=st.integers(1, 40))
 def test_a_soft_cap_is_the_same_in_pieces(shape, prefix, chunk):
     q, k, v = tensors(rows=prefix + chunk, chunk=chunk, dtype=torch.float64, **shape)
     merged = attention._Split(attention._Maths(2.0))(q, k, v, 3.0)
@@ -119,6 +126,8 @@ def test_one_function_says_what_was_taken():
     assert on("cpu", "sdpa") == "PyTorch's FlashAttention for the CPU"
     assert on("cpu", "eager") == "plain operators, dense"
     assert on("cpu", "sdpa", softcap=50.0) == "plain operators (soft cap)"
+    assert on("cpu", "sdpa_math") == "PyTorch's attention in plain operators, dense"
+    assert on("cuda", "sdpa_efficient") == "PyTorch's memory-efficient attention"
     assert on("cuda") == on("cuda", "sdpa") == "PyTorch's FlashAttention"
     with patch.object(attention, "has_flash_package", lambda: True):
         assert on("cuda") == on("cuda", softcap=50.0) == "the flash-attn package"

@@ -20,10 +20,13 @@ def kernel_of(attention: str, shape: Shape) -> str | None:
     """What :func:`tidekv.attention.decide` takes on CUDA; None: nothing that formulas know."""
     if attention == "eager":
         return attention
-    if shape.element == 2 and shape.head % 8 == 0 and shape.head <= 256:
+    if attention == "sdpa_math":
+        return None
+    flash = shape.element == 2 and shape.head % 8 == 0 and shape.head <= 256
+    if flash and attention != "sdpa_efficient":
         return "flash"
-    wide = shape.element == 4 and shape.head % 4 == 0
-    return "efficient" if attention == "sdpa" and wide else None
+    wide = shape.head % (4 if shape.element == 4 else 8) == 0
+    return "efficient" if attention in ("sdpa", "sdpa_efficient") and wide else None
 
 
 def moments(case: Case, rows: int, present: int) -> Iterator[Moment]:

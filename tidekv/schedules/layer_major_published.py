@@ -7,8 +7,8 @@ the finished layers' compact caches,
 - K and V of the running layer three times: as a list of chunks, as one tensor for attention that
   stays through the MLP, and of the newest chunk as projection and rotation made them;
 - the MLP of a whole chunk by stock code, in the last layer too;
-- with ``sdpa`` and ``eager``, a (C, P) mask through the whole layer, and K and V expanded to the
-  query heads while attention runs.
+- where attention isn't FlashAttention, a (C, P) mask through the whole layer, and K and V expanded
+  to the query heads while attention runs.
 
 docs/tables.md says how each of them follows from a published figure.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from memtrace import scopes
-from tidekv.attention import by_transformers, causal_mask
+from tidekv.attention import FLASH, by_transformers, causal_mask
 from tidekv.models import PublishedDecoder, Span
 from tidekv.schedules.base import Filled, Observer, Schedule, Task, end_layer
 from tidekv.selectors.base import Selection
@@ -72,7 +72,7 @@ def _advance(
 ) -> None:
     """One layer for one chunk."""
     step = task.step(index, span, store, observer)
-    if task.backend.name != "flash_attention_2":
+    if task.backend.name not in FLASH:
         mask = causal_mask(hidden[number], span.stop - span.start, span.stop)
         backend = by_transformers(task.backend, decoder.attention(index), mask)
         step = replace(step, backend=backend)

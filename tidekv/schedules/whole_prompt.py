@@ -6,17 +6,16 @@ prompt's hidden states and embeddings are held by the model's code, the MLP runs
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.hooks import RemovableHandle
 
 from memtrace import scopes
-from tidekv.attention import transformers_name
+from tidekv.attention import pinned, transformers_name
 from tidekv.caches import CompactCache
 from tidekv.compat import cache_argument
 from tidekv.errors import InfeasibleError
@@ -80,9 +79,7 @@ def _attention(model: Any, attention: str) -> Iterator[None]:
             "whole_prompt runs; use attention='eager', or another schedule."
         ) from error
     try:
-        with ExitStack() as stack:
-            if name != attention:
-                stack.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
+        with pinned(attention) if name == "sdpa" else nullcontext():
             yield
     finally:
         if name != before:
