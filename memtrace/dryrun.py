@@ -1,8 +1,9 @@
 """Run a command for a card that isn't there: an ordinary trace, marked as planned.
 
 The engine ``virtual`` is the virtual GPU (docs/virtual_gpu.md): the command's own PyTorch with its
-dispatcher, its caching allocator and its out-of-memory path. An ending for lack of memory is a
-result like another: the trace holds it, and what stood in the way.
+dispatcher, its caching allocator and its out-of-memory path. The engine ``fake`` is the fake GPU
+(docs/fake_gpu.md), for a PyTorch without CUDA: tensors without data, and our own allocator. An
+ending for lack of memory is a result like another: the trace holds it, and what stood in the way.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,20 +11,37 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from memtrace import fake_gpu
 from memtrace.allocator.settings import Settings, parse_version
 from memtrace.devices import Device, choose
 from memtrace.errors import MemtraceError
+from memtrace.fake_gpu.cards import FakeGpu
+from memtrace.fake_gpu.cards import prepare as prepare_fake
 from memtrace.record.launcher import record
 from memtrace.sizes import format_size
+from memtrace.trace.manifest import read_manifest, write_manifest
 from memtrace.trace.reader import Trace, open_trace
 from memtrace.virtual_gpu import UNFOLLOWED
-from memtrace.virtual_gpu.launch import prepare
-from memtrace.virtual_gpu.torches import find_torch
+from memtrace.virtual_gpu.launch import VirtualGpu, prepare
+from memtrace.virtual_gpu.torches import version_of
 
-ENGINES = ("auto", "virtual")
+#: ``auto``: virtual where it runs, else fake.
+ENGINES = ("auto", "virtual", "fake")
 
 #: PyTorch reads the first of these that is set; which one comes first depends on its version.
 _SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+#: What a plan of each engine rests on.
+_MODELLED = {
+    "virtual": (
+        "tensors, allocator and workspaces: the host code of PyTorch, on made-up addresses",
+    ),
+    "fake": (
+        "tensors: what PyTorch's rules for meta tensors say that operators return",
+        "allocator: our simulation of PyTorch's",
+        "workspaces and scratch memory of kernels: a table of operators",
+    ),
+}
 
 
 def dry_run(
@@ -43,10 +61,11 @@ def dry_run(
     Its exit code is ``trace.manifest["exit"]``; its standard error is ours.
 
     Args:
-        command: program and arguments; its Python needs PyTorch's build for CUDA.
-        device: cards of ``memtrace devices``, such as ``a100-40g`` or ``2×h100-80g``.
+        command: program and arguments; the engine virtual needs PyTorch's build for CUDA.
+        device: cards of ``memtrace devices``, such as ``a100-40g`` or ``2×h100-80g``; or ``cpu``,
+            whose tensors alone are planned.
         out: folder to make.
-        engine: one of :data:`ENGINES`; ``auto`` takes what this machine can do.
+        engine: one of :data:`ENGINES`.
         allocator: ``PYTORCH_CUDA_ALLOC_CONF``; empty: PyTorch's defaults, whatever the environment
             says.
         source: what a :class:`~memtrace.record.session.Session` takes by that name.
@@ -62,27 +81,45 @@ def dry_run(
     """
     if engine not in ENGINES:
         raise MemtraceError(f"there is no engine {engine!r}; use one of {', '.join(ENGINES)}")
-    cards = choose(device)
+    cards = [] if device == "cpu" else choose(device)
+    if device == "cpu" and (allocator or engine == "virtual"):
+        raise MemtraceError("the CPU is planned by the engine fake, and has no allocator settings")
     if allocator:
-        Settings.parse(allocator, parse_version(find_torch(command).version))
-    gpu = prepare(cards, command)
+        Settings.parse(allocator, parse_version(version_of(command)))
+    gpu = _prepared(engine, cards, command)
     added = {**(variables or {}), **gpu.variables, **dict.fromkeys(_SETTINGS, allocator)}
     added |= {UNFOLLOWED: "" if follow_values else "1"}
     record(
         command,
         out,
         quiet=True,
-        source=source,
+        source=source if cards else "tensors",
         virtual_gpu=replace(gpu, variables=added),
-        notes={"planned": _planned(device, cards, allocator)},
+        notes={"planned": _planned(gpu, device, cards, allocator)},
         stdout=stdout,
     )
+    if isinstance(gpu, FakeGpu):
+        _name_unmodelled(out)
     return open_trace(out)
 
 
-def _planned(device: str, cards: Sequence[Device], allocator: str) -> dict[str, Any]:
+def _prepared(engine: str, cards: Sequence[Device], command: Sequence[str]) -> VirtualGpu | FakeGpu:
+    if engine == "fake" or not cards:
+        return prepare_fake(cards)
+    try:
+        return prepare(cards, command)
+    except MemtraceError:
+        if engine == "virtual":
+            raise
+        return prepare_fake(cards)
+
+
+def _planned(
+    gpu: VirtualGpu | FakeGpu, device: str, cards: Sequence[Device], allocator: str
+) -> dict[str, Any]:
     """What the manifest of a planned run says: what it rests on, and what it can't know."""
-    modelled = ["tensors, allocator and workspaces: the host code of PyTorch, on made-up addresses"]
+    engine = "fake" if isinstance(gpu, FakeGpu) else "virtual"
+    modelled = list(_MODELLED[engine] if cards else _MODELLED["fake"][:1])
     unknown = ["time: nothing is computed", "memory of libraries, driver and other processes"]
     for card in dict.fromkeys(cards):
         if card.context is None:
@@ -91,9 +128,20 @@ def _planned(device: str, cards: Sequence[Device], allocator: str) -> dict[str, 
             source = card.sources.get("context", "the catalogue")
             modelled.append(f"CUDA context of {card.name}: {format_size(card.context)}, {source}")
     return {
-        "engine": "virtual",
+        "engine": engine,
         "device": device,
         "allocator": allocator,
         "modelled": modelled,
         "unknown": unknown,
     }
+
+
+def _name_unmodelled(run: Path) -> None:
+    """Say in a run's manifest which operators' scratch memory its processes couldn't know."""
+    processes = [process.manifest for process in open_trace(run).processes]
+    met = {one for manifest in processes for one in manifest.get(fake_gpu.UNMODELLED) or ()}
+    if met:
+        manifest = read_manifest(run)
+        manifest = {name: one for name, one in manifest.items() if name not in ("format", "schema")}
+        unknown = [*manifest["planned"]["unknown"], f"scratch memory of {', '.join(sorted(met))}"]
+        write_manifest(run, manifest | {"planned": {**manifest["planned"], "unknown": unknown}})

@@ -59,7 +59,16 @@ def add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     add_model(command)
     command.add_argument("--prompt", type=int, metavar="N", help="tokens")
     add_batch(command)
-    command.add_argument("--device", metavar="CARD", help="of memtrace devices, such as a100-40g")
+    command.add_argument(
+        "--device", metavar="CARD", help="of memtrace devices, such as a100-40g; or cpu"
+    )
+    command.add_argument(
+        "--engine",
+        choices=("auto", "virtual", "fake"),
+        default="auto",
+        help="virtual: PyTorch's build for CUDA with its own allocator; fake: any PyTorch, with "
+        "ours (default: virtual where it runs)",
+    )
     command.add_argument(
         "--allocator",
         default="",
@@ -115,6 +124,13 @@ def _check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and not 1 <= value < 1 << 40:
             raise TidekvError(f"--{name.replace('_', '-')} must be at least 1, not {value}.")
+    if arguments.device == "cpu" and (
+        arguments.max_context or arguments.min_device or arguments.allocator
+    ):
+        raise TidekvError(
+            "A plan for the CPU knows no limit and no allocator; drop --max-context, --min-device "
+            "and --allocator, or name a card."
+        )
     if arguments.device is None and not arguments.min_device:
         raise TidekvError("--device is missing: name a card of memtrace devices.")
 
@@ -169,7 +185,7 @@ def _judged(found: "Plan") -> "list[Candidate]":
 
     if found.account is None or not found.fits:
         raise TidekvError(
-            f"{found.prompt:,} tokens don't fit {found.card.key} either; use a shorter --prompt or "
+            f"{found.prompt:,} tokens don't fit {found.place} either; use a shorter --prompt or "
             "a larger --device."
         )
     return cards.candidates(found.trace, found.account)
@@ -263,6 +279,11 @@ def verdict(found: "Plan") -> str:
     """One sentence."""
     from memtrace.render import size
 
+    if found.card is None:
+        allocated = found.account.peak.allocated if found.account is not None else None
+        return (
+            f"{found.method}: {found.prompt:,} tokens take {size(allocated)} of the CPU's memory."
+        )
     total = size(found.card.total)
     if not found.fits:
         oom = found.summary.ooms[-1]

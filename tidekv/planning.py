@@ -93,7 +93,7 @@ class Plan:
 
     Attributes:
         method: its name.
-        card: what it ran on.
+        card: what it ran on; None: the CPU.
         prompt: tokens.
         trace: of the run.
         moment: its peak by formulas; None: none are known.
@@ -101,7 +101,7 @@ class Plan:
     """
 
     method: str
-    card: Device
+    card: Device | None
     prompt: int
     trace: Trace
     moment: Moment | None
@@ -113,9 +113,15 @@ class Plan:
 
     @property
     def account(self) -> AccountSummary | None:
-        """Of the card; None: the run didn't come to use it."""
+        """Of the card, or the CPU; None: the run didn't come to use it."""
+        kind = "cpu" if self.card is None else "cuda"
         found = self.summary.primary
-        return found if found is not None and found.device.startswith("cuda") else None
+        return found if found is not None and found.device.startswith(kind) else None
+
+    @property
+    def place(self) -> str:
+        """What it ran on, as ``--device`` takes it."""
+        return "cpu" if self.card is None else self.card.key
 
     @property
     def fits(self) -> bool:
@@ -140,7 +146,7 @@ class Plan:
         """As ``memtrace report --json`` has it, and what only a plan knows."""
         return document(self.summary, top=10) | {
             "method": self.method,
-            "card": self.card.key,
+            "card": self.place,
             "prompt_tokens": self.prompt,
             "fits": self.fits,
             "headroom": self.headroom,
@@ -193,10 +199,15 @@ def plan(arguments: argparse.Namespace, method: str, out: Path) -> Plan:
     """
     if out.exists():
         raise TidekvError(f"{out} is there already; remove it or name another with -o.")
-    card = card_of(arguments.device)
-    moment, unknown = _moment(arguments, card)
     words = ["run", *options(arguments), "--prompt-tokens", str(arguments.prompt)]
-    words += ["--max-new-tokens", "0", "--device", "cuda", "--untrained", "--json"]
+    words += ["--max-new-tokens", "0", "--json"]
+    if arguments.device == "cpu":  # the same command as a run there
+        card, moment, unknown = None, None, "the formulas are those of a card"
+        words += ["--device", "cpu"]
+    else:
+        card = card_of(arguments.device)
+        moment, unknown = _moment(arguments, card)
+        words += ["--device", "cuda", "--untrained"]
     trace, _ = _run(arguments, ["tidekv", *words], out)
     found = Plan(method, card, arguments.prompt, trace, moment, unknown)
     if found.fits:
@@ -250,6 +261,7 @@ def _run_once(
             [sys.executable, "-m", *words],
             device=arguments.device,
             out=out,
+            engine=arguments.engine,
             allocator=arguments.allocator,
             source=source,
             variables=_QUIET,

@@ -5,6 +5,7 @@ Meaning of each counter: ``c10/core/CachingDeviceAllocator.h``; names as PyTorch
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -129,3 +130,53 @@ class Statistics:
     def _stretches(self, borders: np.ndarray) -> Iterator[tuple[int, int]]:
         edges = [0, *borders.tolist(), len(self._log)]
         yield from pairwise(edges)
+
+
+class Running:
+    """The counters of an allocator that still runs, from one piece of its log after the other.
+
+    ``oversize`` counters stay 0: they need ``max_split_size_mb``, which :class:`Statistics` knows.
+    """
+
+    def __init__(self) -> None:
+        self._arrays = {name: np.zeros((len(POOLS), len(VALUES)), np.int64) for name in ARRAYS}
+        self._counts = dict.fromkeys(COUNTS, 0)
+
+    def add(self, log: Log) -> None:
+        """The next piece of the log."""
+        small = log["pool"] % 2 == 0
+        for name, values in self._arrays.items():
+            changes = change(log, name)
+            for row, chosen in zip(values, (None, small, ~small), strict=True):
+                found = changes if chosen is None else np.where(chosen, changes, 0)
+                levels = row[0] + np.cumsum(found)
+                row[1] = max(row[1], levels.max(initial=0))
+                row[0] += found.sum()
+                row[2] += found[found > 0].sum()
+                row[3] -= found[found < 0].sum()
+        for name, actions in COUNTS.items():
+            self._counts[name] += int(np.isin(log["action"], actions).sum())
+
+    def reset_peaks(self) -> None:
+        """``torch.cuda.reset_peak_memory_stats()``."""
+        for values in self._arrays.values():
+            values[:, 1] = values[:, 0]
+
+    def reset_accumulated(self) -> None:
+        """``torch.cuda.reset_accumulated_memory_stats()``."""
+        for values in self._arrays.values():
+            values[:, 2:] = 0
+        self._counts = dict.fromkeys(COUNTS, 0)
+
+    def nested(self) -> dict[str, Any]:
+        """As ``torch._C._cuda_memoryStats`` has them: by name, pool and value."""
+        found: dict[str, Any] = {
+            name: {
+                pool: dict(zip(VALUES, row.tolist(), strict=True))
+                for pool, row in zip(POOLS, values, strict=True)
+            }
+            for name, values in self._arrays.items()
+        }
+        for name in ("oversize_allocations", "oversize_segments"):
+            found[name] = dict.fromkeys(VALUES, 0)
+        return found | self._counts

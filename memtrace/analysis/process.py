@@ -57,6 +57,9 @@ def process_memory(trace: Trace, process: ProcessTrace, device: str = "cpu") -> 
     """The memory that ``process`` takes where the tensors of ``device`` live."""
     kind = device.partition(":")[0]
     if kind == "cpu":
+        planned = trace.manifest.get("virtual_gpu")
+        if planned is not None and not planned["devices"]:
+            return _unknown(None, "the run is planned: its large tensors take no memory")
         marks = [value for _, value in _rows(trace, process, "hwm")]
         exact = (trace.manifest.get("process_peak") or {}).get(process.life)
         rss = samples(_rows(trace, process, "rss"))
@@ -82,9 +85,11 @@ def gpu(trace: Trace, process: ProcessTrace, device: str) -> tuple[str | None, s
 
     CUDA numbers the devices that a process may use, NVML those of the machine.
     """
-    if trace.manifest.get("knowledge") == Knowledge.VIRTUAL:
+    virtual = trace.manifest.get("knowledge") == Knowledge.VIRTUAL
+    if virtual or "virtual_gpu" in trace.manifest:
         context = _catalogued(trace, device)
-        return None, f"the GPU is virtual, so there is no process on it to be measured{context}"
+        kind = "virtual" if virtual else "fake"
+        return None, f"the GPU is {kind}, so there is no process on it to be measured{context}"
     known = list(_statuses(trace)) or [
         source.partition(":")[2]
         for source in trace.sampled.get(None, {})

@@ -86,6 +86,10 @@ class Waiting:
             from memtrace.virtual_gpu.child import enter
 
             enter(torch)
+        elif "MEMTRACE_FAKE_GPU" in os.environ:
+            from memtrace.fake_gpu.child import enter
+
+            enter(torch)
         import json
         from pathlib import Path
 

@@ -25,7 +25,6 @@ from memtrace.record.process import high_water
 from memtrace.record.sampler import Sampler, Seen
 from memtrace.trace import SUFFIX
 from memtrace.trace.manifest import (
-    Knowledge,
     file_checksums,
     first_manifest,
     life,
@@ -35,6 +34,7 @@ from memtrace.trace.manifest import (
 )
 
 if TYPE_CHECKING:
+    from memtrace.fake_gpu.cards import FakeGpu
     from memtrace.virtual_gpu.launch import VirtualGpu
 
 #: Exit codes of the launcher itself: 125 to 127 as env(1) and timeout(1) have them, 123 ours.
@@ -84,7 +84,7 @@ def record(
     quiet: bool = False,
     as_json: bool = False,
     finish: Callable[[Path], Iterable[str]] | None = None,
-    virtual_gpu: "VirtualGpu | None" = None,
+    virtual_gpu: "VirtualGpu | FakeGpu | None" = None,
     notes: Mapping[str, Any] | None = None,
     stdout: int | None = None,
 ) -> int:
@@ -100,7 +100,7 @@ def record(
         quiet: don't say where the trace is.
         as_json: say it as a JSON document, on stderr: stdout is the command's.
         finish: applies rules to the complete run; the lines that it returns are said.
-        virtual_gpu: run it on these instead of the machine's own GPUs.
+        virtual_gpu: run it on these, virtual or fake ones, instead of the machine's own GPUs.
         notes: what else the run's manifest says, from the start.
         stdout: file descriptor for the command's standard output; None: ours.
 
@@ -125,8 +125,8 @@ def record(
             if virtual_gpu is not None:
                 environment |= virtual_gpu.variables
             pid = _spawn(command, environment, mask, stdout)
-        virtual = manifest["knowledge"] == Knowledge.VIRTUAL  # the machine's own GPUs aren't used
-        nvml = None if virtual else Nvml()
+        # The machine's own GPUs aren't used where others stand in for them.
+        nvml = None if virtual_gpu is not None else Nvml()
         sampler = Sampler(folder, pid, epoch_ns=epoch_ns, interval_ms=interval_ms, nvml=nvml)
         status, max_rss, shared = _watch(pid, sampler)
         code = os.waitstatus_to_exitcode(status)
@@ -146,7 +146,7 @@ def record(
             "unrecorded": [seen.described() for seen in unrecorded],
             "sampling": {
                 "interval_ms": interval_ms,
-                "nvml": nvml.status if nvml else "not sampled: the GPU is virtual",
+                "nvml": nvml.status if nvml else "not sampled: the GPU isn't there",
                 "gpus": [gpu.described() for gpu in nvml.gpus] if nvml else [],
             },
         }
@@ -172,9 +172,9 @@ def record(
         return 0 if was_recorded(processes) else NOT_RECORDED
 
 
-def _of_virtual(gpu: "VirtualGpu | None") -> dict[str, Any]:
+def _of_virtual(gpu: "VirtualGpu | FakeGpu | None") -> dict[str, Any]:
     """What the manifest says of virtual GPUs."""
-    return {"knowledge": Knowledge.VIRTUAL, "virtual_gpu": gpu.figures()} if gpu else {}
+    return {"knowledge": gpu.knowledge, "virtual_gpu": gpu.figures()} if gpu else {}
 
 
 def _finish(finish: Callable[[Path], Iterable[str]], run: Path, writing: set[int]) -> None:

@@ -251,6 +251,7 @@ class Session:
     def _write_manifest(self, state: str) -> None:
         ledger = self._ledger
         values = sys.modules.get("memtrace.virtual_gpu.values")
+        scratch = sys.modules.get("memtrace.fake_gpu.scratch")
         unseen = list(UNSEEN if self._cuda is None else UNSEEN_ON_CUDA)
         if self._source == "none":
             unseen = ["every allocation (--source none): only requests were recorded"]
@@ -275,6 +276,7 @@ class Session:
                 "models": self._rules.models,
                 "cuda": None if self._cuda is None else self._cuda.describe(),
                 "values": None if values is None else values.summary(),
+                "unmodelled": None if scratch is None else scratch.unmodelled(),
                 "recorder": {
                     "peak_buffer_bytes": ledger.peak_buffer_bytes,
                     "flush_seconds": FLUSH_SECONDS,

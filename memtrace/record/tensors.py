@@ -38,6 +38,7 @@ _RESIZING = {"aten::resize_", "aten::resize_as_", "aten::set_"}
 HIDDEN = (
     str(Path(__file__).parent),
     str(Path(__file__).parents[1] / "virtual_gpu"),
+    str(Path(__file__).parents[1] / "fake_gpu"),
     str(Path(torch.__file__).parent / "_ops.py"),
 )
 

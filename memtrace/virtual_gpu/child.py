@@ -20,6 +20,14 @@ def enter(torch: ModuleType) -> None:
     """
     _check(torch)
     _say()
+    without_compilers(torch)
+    from memtrace.virtual_gpu import values  # it needs torch, and no other process needs it
+
+    values.start(follow=not os.environ.get(UNFOLLOWED))
+
+
+def without_compilers(torch: ModuleType) -> None:
+    """Switch off or refuse what neither virtual nor fake GPUs can do."""
     # cuDNN asks the driver for more than the stand-ins have. Without it, convolutions take
     # PyTorch's own path, and attention one of the other kernels, as where cuDNN isn't installed.
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -29,9 +37,6 @@ def enter(torch: ModuleType) -> None:
     when_imported("torch._inductor.scheduler", _refuse_inductor)
     when_imported("triton.runtime.jit", _refuse_triton)
     when_imported("transformers.generation.utils", _run_uncompiled)
-    from memtrace.virtual_gpu import values  # it needs torch, and no other process needs it
-
-    values.start(follow=not os.environ.get(UNFOLLOWED))
 
 
 def _check(torch: ModuleType) -> None:

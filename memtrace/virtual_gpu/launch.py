@@ -9,6 +9,7 @@ from typing import Any
 
 from memtrace.devices import Device, choose
 from memtrace.errors import MemtraceError
+from memtrace.trace.manifest import Knowledge
 from memtrace.virtual_gpu import VARIABLE
 from memtrace.virtual_gpu.libraries import build
 from memtrace.virtual_gpu.torches import find_torch
@@ -25,6 +26,7 @@ class VirtualGpu:
 
     devices: tuple[Device, ...]
     variables: Mapping[str, str]
+    knowledge = Knowledge.VIRTUAL
 
     def figures(self) -> dict[str, Any]:
         """What a manifest keeps: every figure of every card, with its source."""

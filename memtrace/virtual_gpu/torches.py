@@ -54,13 +54,26 @@ def find_torch(command: Sequence[str] = ()) -> Torch:
     Raises:
         MemtraceError: there is none, or it is no build for CUDA.
     """
+    return read_torch(_folder(command))
+
+
+def version_of(command: Sequence[str] = ()) -> str:
+    """The version of the PyTorch that a command will import, whatever it was built for.
+
+    Raises:
+        MemtraceError: there is none.
+    """
+    return _said(_folder(command), "__version__") or "of an unknown version"
+
+
+def _folder(command: Sequence[str]) -> Path:
     interpreter = _interpreter(command) or sys.executable
     origin = _ask(interpreter)
     if not origin:
         raise MemtraceError(
             f"{interpreter} has no torch; the virtual GPU needs PyTorch's build for CUDA"
         )
-    return read_torch(Path(origin).parent)
+    return Path(origin).parent
 
 
 def read_torch(folder: Path) -> Torch:
@@ -69,19 +82,28 @@ def read_torch(folder: Path) -> Torch:
     Raises:
         MemtraceError: it is no build for CUDA.
     """
-    try:
-        text = (folder / "version.py").read_text(encoding="utf-8")
-    except OSError as error:
-        raise MemtraceError(f"{folder} is no PyTorch: {error.strerror}") from None
-    version = re.search(r"^__version__ *= *['\"](.+)['\"]", text, re.MULTILINE)
-    cuda = re.search(r"^cuda\b.*= *['\"](\d+\.\d+).*['\"]", text, re.MULTILINE)
-    said = version[1] if version else "of an unknown version"
+    said = _said(folder, "__version__") or "of an unknown version"
+    cuda = _said(folder, "cuda")
     if cuda is None:
         raise MemtraceError(
             f"torch {said} in {folder.parent} is not built for CUDA, which the virtual GPU needs; "
             "install the ordinary Linux wheel (pip install torch)"
         )
-    return Torch(folder, said, cuda[1])
+    return Torch(folder, said, cuda)
+
+
+def _said(folder: Path, name: str) -> str | None:
+    """What a PyTorch's ``version.py`` says under a name; None: nothing.
+
+    Raises:
+        MemtraceError: there is no such file.
+    """
+    try:
+        text = (folder / "version.py").read_text(encoding="utf-8")
+    except OSError as error:
+        raise MemtraceError(f"{folder} is no PyTorch: {error.strerror}") from None
+    found = re.search(rf"^{name}\b.*= *['\"](\d.*)['\"]", text, re.MULTILINE)
+    return found[1] if found else None
 
 
 def _interpreter(command: Sequence[str]) -> str | None:

@@ -18,7 +18,7 @@ without: where gradients meet, autograd adds them into a new tensor as long as a
 
 import functools
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -51,13 +51,24 @@ _ON_HOST, _MIRRORED, _UNKNOWN = 0, 1, 2
 _rules: dict[int, Rule] = {}
 
 
+class Device(Mode):
+    """What stands in for a device: answers operators that no mode above does."""
+
+    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operator of plain tensors."""
+        raise NotImplementedError
+
+
 class Values(Mode):
     """Follows the values in one thread."""
 
-    def __init__(self, known: Known) -> None:
+    def __init__(self, known: Known, device: "Device | None") -> None:
         super().__init__()
         self._known = known
         self._mirrors = known.mirrors.of
+        self._device = device
+        #: Modes that are entered below: what fakes and traces stands there too.
+        self._below = int(device is not None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The hot path: an operator on something unknown, which returns something unknown.
@@ -66,12 +77,17 @@ class Values(Mode):
             rule = _rules[id(func)] = rule_of(func)
         if types or _function_mode_active():
             return self._shielded(func, types, args, kwargs)
+        device = self._device  # asked past the dispatcher, which would take longer than it does
         if rule.kind is Kind.PASS:
+            if device is not None:
+                return device.answer(func, args, kwargs or {})
             return func._op(*args, **kwargs) if kwargs else func._op(*args)
         given = self._scan(args)
         if kwargs and given != _UNKNOWN:
             given = max(given, self._scan(kwargs.values()))
         if values_graphs.recording is None and self._is_plain(rule, given, args, kwargs):
+            if device is not None:
+                return device.answer(func, args, kwargs or {})
             return func._op(*args, **kwargs) if kwargs else func._op(*args)
         return self._follow(rule, func, given, args, kwargs or {})
 
@@ -97,7 +113,7 @@ class Values(Mode):
             with torch._C.DisableTorchFunction():
                 return self.__torch_dispatch__(func, (), args, kwargs)
         below = torch._C._len_torch_dispatch_stack()  # what fakes and traces stands below all modes
-        if below or any(issubclass(kind, FakeTensor) for kind in types):
+        if below > self._below or any(issubclass(kind, FakeTensor) for kind in types):
             return func(*args, **(kwargs or {}))
         return NotImplemented  # a wrapper: what it calls on its inner tensors comes back here
 
@@ -124,7 +140,7 @@ class Values(Mode):
 
     def _follow(self, rule: Rule, func: Any, given: int, args: Any, kwargs: Any) -> Any:
         kind = rule.kind
-        if torch._C._len_torch_dispatch_stack():  # as in _shielded()
+        if torch._C._len_torch_dispatch_stack() > self._below:  # as in _shielded()
             return func(*args, **kwargs)
         if kind is Kind.COMPOSITE:
             # It arrives whole under inference mode.
@@ -224,18 +240,22 @@ def _fill(known: Known, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
 _known = Known()
 _thread = threading.local()
 _started = False
+#: Makes what stands below in each thread; None: PyTorch itself.
+_make_device: "Callable[[], Device] | None" = None
 
 
-def start(*, follow: bool = True) -> None:
+def start(*, follow: bool = True, device: "Callable[[], Device] | None" = None) -> None:
     """Follow values in this thread, and in every one that starts from now on.
 
     Args:
         follow: else only see to it that the program needs none; :mod:`values_unfollowed` says how.
+        device: makes the mode that answers operators in place of a device, for each thread.
     """
-    global _started
+    global _started, _make_device
     if not follow:
         watch(_known)
         return
+    _make_device = device
     _enter()
     if _started:
         return
@@ -285,7 +305,10 @@ def _enter() -> None:
     if getattr(_thread, "mode", None) is not None:
         return
     above = [_pop_mode() for _ in _get_current_dispatch_mode_stack()]
-    _thread.mode = Values(_known)
+    _thread.device = None if _make_device is None else _make_device()
+    if _thread.device is not None:
+        _thread.device.__enter__()
+    _thread.mode = Values(_known, _thread.device)
     _thread.mode.__enter__()
     for mode in reversed(above):
         _push_mode(mode)
@@ -299,8 +322,15 @@ def _leave() -> None:
         return
     above = [_pop_mode() for _ in stack[stack.index(mode) + 1 :]]
     mode.__exit__(None, None, None)
+    if _thread.device is not None:
+        _thread.device.__exit__(None, None, None)
     for other in reversed(above):
         _push_mode(other)
+
+
+def count_read(op: str) -> None:
+    """A host tensor of unknown contents is read, as where a plan's large tensors are fake."""
+    _known.count_read(op)
 
 
 def summary() -> dict[str, Any]:

@@ -157,6 +157,15 @@ class Known:
         self.unread[where, _READS.get(rule.name, rule.name)] += 1
         return None
 
+    def count_read(self, op: str) -> None:
+        """Count a read of something unknown."""
+        frame = _user_frame()
+        where = None
+        if frame is not None:
+            code = frame.f_code
+            where = f"{code.co_filename}:{frame.f_lineno}:{code.co_qualname}"
+        self.unread[where, op] += 1
+
 
 def _user_frame() -> FrameType | None:
     """The innermost frame outside torch and memtrace; a library's counts as the user's."""

@@ -135,7 +135,7 @@ def rule_of(operator: Any) -> Rule:
     arguments = schema.arguments
     if name in _PASS or torch.Tag.inplace_view in tags:
         return Rule(Kind.PASS, name, operator)
-    if _is_composite(operator):
+    if is_composite(operator):
         has_device = any(argument.name == "device" for argument in arguments)
         harmless = name in _HARMLESS or f"{name}.{schema.overload_name}" in _HARMLESS
         return Rule(Kind.COMPOSITE, name, operator, has_device=has_device, harmless=harmless)
@@ -179,7 +179,8 @@ def _kind(name: str, overload: str, writes: bool, tags: list[torch.Tag]) -> Kind
     return Kind.PURE
 
 
-def _is_composite(operator: Any) -> bool:
+def is_composite(operator: Any) -> bool:
+    """Whether an operator is a program of others on every device."""
     try:
         return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), _COMPOSITE))
     except RuntimeError:  # a prim:: operator, unknown to the dispatcher

@@ -11,7 +11,7 @@ from memtrace.allocator.device import Device
 from memtrace.allocator.log import COLUMNS, Log, Mark
 from memtrace.allocator.native import NativeAllocator
 from memtrace.allocator.settings import Settings
-from memtrace.allocator.statistics import ARRAYS, POOLS, Statistics
+from memtrace.allocator.statistics import ARRAYS, COUNTS, POOLS, VALUES, Running, Statistics
 from memtrace.allocator.vectors import parse_operations
 from memtrace.trace.schema import Action
 from tests.allocator.streams import random_case
@@ -157,3 +157,19 @@ def test_an_allocator_without_a_history_has_all_counters() -> None:
     empty = Statistics(Log.of([])).last()
     assert len(empty) == 9 * 3 * 4 + 2 * 4 + 6
     assert not any(empty.values())
+
+
+@settings(max_examples=50, deadline=None)
+@given(seeds)
+def test_counting_piece_by_piece_is_counting_at_once(seed: int) -> None:
+    _, log = played(seed)
+    running = Running()
+    for piece in np.array_split(log.rows[log["action"] < Mark.RESET_PEAKS], 3):
+        running.add(Log(piece))
+    whole = Statistics(Log(log.rows[log["action"] < Mark.RESET_PEAKS])).last()
+    found = running.nested()
+    for name in ARRAYS:
+        for pool in POOLS:
+            for value in VALUES:
+                assert found[name][pool][value] == whole[f"{name}.{pool}.{value}"]
+    assert {name: found[name] for name in COUNTS} == {name: whole[name] for name in COUNTS}

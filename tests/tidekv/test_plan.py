@@ -75,6 +75,19 @@ def test_a_plan_says_what_a_report_says_and_more(plans: dict[str, Any]) -> None:
 
 
 @ON_CARD
+def test_without_a_build_for_cuda_the_plan_is_the_same(plans: dict[str, Any]) -> None:
+    told = plan(
+        *(*LLAMA, "--prompt", "8192", "--device", "a100-40g", "--engine", "fake", "--json"),
+    )
+    assert told.returncode == 0, told.stderr
+    found = json.loads(told.stdout)
+    assert found["planned"]["engine"] == "fake"
+    assert found["knowledge"] == "modelled"
+    for key in ("terms", "fits", "headroom", "reserved"):
+        assert found[key] == plans["tidekv"][key]
+
+
+@ON_CARD
 @pytest.mark.usefixtures("plans")
 def test_a_planned_run_is_a_run_like_another(runs: Path) -> None:
     summary = summarise(open_trace(runs / "tidekv.memtrace"))

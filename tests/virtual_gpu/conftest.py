@@ -14,7 +14,8 @@ from memtrace.errors import MemtraceError
 from memtrace.virtual_gpu.torches import find_torch
 
 
-def _obstacle() -> str | None:
+def obstacle() -> str | None:
+    """Why there is no virtual GPU here; None: there is."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return "the virtual GPU needs Linux on x86-64"
     if shutil.which("cc") is None:
@@ -31,7 +32,7 @@ def _obstacle() -> str | None:
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """An empty user cache, which this session's processes share."""
-    if reason := _obstacle():
+    if reason := obstacle():
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("cache")
     before = os.environ.get("XDG_CACHE_HOME")

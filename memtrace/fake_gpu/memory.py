@@ -1,0 +1,374 @@
+"""The memory of fake GPUs: the simulator of PyTorch's caching allocator, one for each card.
+
+It keeps the history and the statistics that PyTorch's own allocator would (``torch.cuda``'s memory
+functions find them through :mod:`memtrace.fake_gpu.binding`), so the recorder reads them as it does
+on a card. A storage may die while the allocator is at work, since looking for garbage ends many;
+what it held is then given back as soon as the allocator has finished.
+"""
+
+import sys
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+
+from memtrace.allocator.device import Device
+from memtrace.allocator.log import Log
+from memtrace.allocator.native import NativeAllocator
+from memtrace.allocator.oom import OutOfMemory
+from memtrace.allocator.pools import Block
+from memtrace.allocator.settings import Settings, Version
+from memtrace.allocator.statistics import Running
+from memtrace.fake_gpu.cards import Card
+from memtrace.fake_gpu.tensors import Lease, addresses
+from memtrace.trace.schema import Action
+
+_NAMES: dict[int, str] = {
+    Action.ALLOC: "alloc",
+    Action.FREE_REQUESTED: "free_requested",
+    Action.FREE_COMPLETED: "free_completed",
+    Action.SEGMENT_ALLOC: "segment_alloc",
+    Action.SEGMENT_FREE: "segment_free",
+    Action.SEGMENT_MAP: "segment_map",
+    Action.SEGMENT_UNMAP: "segment_unmap",
+    Action.OOM: "oom",
+}
+_BLOCKS = frozenset(map(int, (Action.ALLOC, Action.FREE_REQUESTED, Action.FREE_COMPLETED)))
+#: Rows of a log that are kept before they are counted.
+_STRETCH = 1 << 14
+_NO_FRAMES: list[dict[str, Any]] = []
+
+_Row = tuple[int, ...]
+
+
+class _History:
+    """What the allocator of a card did, until somebody asks for it.
+
+    In flat lists: what looks for garbage would go through each entry's own tuple, again and again.
+    """
+
+    def __init__(self) -> None:
+        #: Rows of the log; of an annotation, the address alone.
+        self.rows: list[_Row] = []
+        #: Of each row: the time, the memory metadata and the stack.
+        self.times = array("q")
+        self.texts: list[str] = []
+        self.frames: list[list[dict[str, Any]]] = []
+
+    def add(self, rows: list[_Row], text: str, frames: list[dict[str, Any]]) -> None:
+        """What one call of the allocator did."""
+        now = time.time_ns() // 1000
+        for row in rows:
+            self.rows.append(row)
+            self.times.append(now)
+            self.texts.append(text)
+            self.frames.append(frames)
+
+    def entries(self) -> list[dict[str, Any]]:
+        """As PyTorch's snapshots have them."""
+        found = []
+        columns = zip(self.rows, self.times, self.texts, self.frames, strict=True)
+        for row, time_us, text, frames in columns:
+            said = {"time_us": time_us, "user_metadata": text, "frames": frames}
+            if len(row) == 1:
+                entry = {"action": "annotate", "addr": row[0], "size": 0, "stream": 0}
+            else:
+                _, action, address, size, requested, stream, *_ = row
+                name = _NAMES.get(action)
+                if name is None:  # counted, and no part of the history
+                    continue
+                entry = {
+                    "action": name,
+                    "device_free" if action == Action.OOM else "addr": address,
+                    "size": requested if action in _BLOCKS else size,
+                    "stream": stream,
+                }
+            entry.update(said)
+            found.append(entry)
+        return found
+
+
+class CardMemory:
+    """One card: its allocator, what that did, and what it counts."""
+
+    def __init__(self, card: Card, settings: Settings, version: Version) -> None:
+        self.card = card
+        self.device = Device(card.total, card.context or 0)
+        self.allocator = NativeAllocator(self.device, settings, version)
+        self.counters = Running()
+        self.history = _History()
+        self._uncounted: list[tuple[int, ...]] = []
+
+    def note(self, rows: list[tuple[int, ...]]) -> None:
+        """What the allocator just did is to be counted."""
+        self._uncounted += rows
+        if len(self._uncounted) >= _STRETCH:
+            self.count()
+
+    def count(self) -> Running:
+        """The statistics up to now."""
+        if self._uncounted:
+            self.counters.add(Log.of(self._uncounted))
+            self._uncounted.clear()
+        return self.counters
+
+
+class FakeMemory:
+    """The memory of all cards, and what PyTorch keeps of it beside."""
+
+    def __init__(self, cards: list[Card], settings: Settings, version: Version, conf: str) -> None:
+        self.cards = [CardMemory(card, settings, version) for card in cards]
+        self.settings = settings
+        self.keeps_workspace = version < (2, 15)
+        self.conf = conf
+        self.observers: list[Callable[[int, int, int, int], object]] = []
+        #: Of the stream that a thread is on, by device; set by :mod:`memtrace.fake_gpu.streams`.
+        self.stream_of: Callable[[int], int] = lambda device: 0
+        self._recording = False
+        self._stacks = False
+        self._thread = threading.local()
+        self._lock = threading.RLock()
+        self._busy = False
+        self._dead: deque[tuple[int, int]] = deque()
+        self._leases: dict[int, Lease] = {}
+
+    # -- storages ------------------------------------------------------------------------------
+
+    def allocate(self, storage: torch.UntypedStorage, size: int, device: torch.device) -> None:
+        """As :class:`memtrace.fake_gpu.tensors.Memory` has it.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room.
+        """
+        number = device.index or 0
+        lease = Lease(storage, self._died)
+        lease.device, lease.size = number, size
+        lease.address = self.malloc(size, number, self.stream_of(number))
+        lease.key = key = storage._cdata
+        addresses[key] = lease.address
+        self._leases[key] = lease
+
+    def settle(self, storage: torch.UntypedStorage, device: torch.device) -> None:
+        """As :class:`memtrace.fake_gpu.tensors.Memory` has it."""
+        before, size = self._leases.get(storage._cdata), storage.nbytes()
+        if before is None or before.size != size:
+            self.allocate(storage, size, device)
+            if before is not None:
+                self.free(before.address, before.device)
+
+    def hold(self, size: int, device: torch.device) -> int:
+        """The address of a block for scratch memory."""
+        number = device.index or 0
+        return self.malloc(size, number, self.stream_of(number))
+
+    def let_go(self, address: int, device: torch.device) -> None:
+        """Give it back."""
+        self.free(address, device.index or 0)
+
+    def workspace(self, device: torch.device) -> None:
+        """A matrix product is computed. A thread keeps a workspace of cuBLAS for each stream from
+        its first product on, up to torch 2.14; from 2.15 on it is taken for each."""
+        number = device.index or 0
+        size = self.cards[number].card.cublas_workspace
+        stream = self.stream_of(number)
+        if not self.keeps_workspace:
+            self.free(self.malloc(size, number, stream), number)
+            return
+        owned = vars(self._thread).setdefault("workspaces", set())
+        if (number, stream) not in owned:
+            self.malloc(size, number, stream)
+            owned.add((number, stream))
+
+    def card(self, device: torch.device) -> Card:
+        """The figures of a card."""
+        return self.cards[device.index or 0].card
+
+    def record_stream(self, storage: torch.UntypedStorage, stream: Any) -> None:
+        """Another stream uses a storage."""
+        lease = self._leases.get(storage._cdata)
+        if lease is not None:
+            with self._lock:
+                self.cards[lease.device].allocator.record_stream(lease.address, stream.stream_id)
+
+    def _died(self, dead: Any) -> None:
+        lease: Lease = dead
+        if self._leases.get(lease.key) is dead:
+            del self._leases[lease.key]
+            addresses.pop(lease.key, None)
+            self.free(lease.address, lease.device)
+
+    # -- the allocator -------------------------------------------------------------------------
+
+    def malloc(self, size: int, device: int, stream: int) -> int:
+        """The address of a block.
+
+        Raises:
+            torch.OutOfMemoryError: there is none.
+        """
+        card = self.cards[device]
+        with self._lock:
+            self._busy = True
+            try:
+                return card.allocator.malloc(size, stream)
+            except OutOfMemory as error:
+                failure = error.failure
+            finally:
+                self._done(card)
+        for observer in self.observers:
+            observer(device, failure.wanted, failure.total, failure.free)
+        raise torch.OutOfMemoryError(failure.message(device))
+
+    def free(self, address: int, device: int) -> None:
+        """Give a block back; while the allocator works, once it has finished."""
+        if not address:
+            return
+        with self._lock:
+            if self._busy:
+                self._dead.append((address, device))
+                return
+            self._busy = True
+            card = self.cards[device]
+            try:
+                card.allocator.free(address)
+            finally:
+                self._done(card)
+
+    def call(self, device: int, what: Callable[[NativeAllocator], object]) -> None:
+        """Have the allocator of a card do something."""
+        with self._lock:
+            self._busy = True
+            try:
+                what(self.cards[device].allocator)
+            finally:
+                self._done(self.cards[device])
+
+    def _done(self, card: CardMemory) -> None:
+        """Keep what was done, and give back what died meanwhile."""
+        self._keep(card)
+        self._busy = False
+        while self._dead:
+            self.free(*self._dead.popleft())
+
+    def _keep(self, card: CardMemory) -> None:
+        rows = card.allocator.drain_rows()
+        card.note(rows)
+        if self._recording:
+            frames = _frames() if self._stacks else _NO_FRAMES
+            card.history.add(rows, self.text, frames)
+
+    # -- history, as torch._C has it -------------------------------------------------------------
+
+    def record(self, enabled: str | None, context: str | None, *, clear: bool) -> None:
+        """Begin or stop to keep the history."""
+        with self._lock:
+            self._recording = enabled == "all"
+            self._stacks = self._recording and context is not None
+            if clear or not self._recording:
+                for card in self.cards:
+                    card.history = _History()
+
+    @property
+    def text(self) -> str:
+        """The memory metadata of the calling thread."""
+        return getattr(self._thread, "text", "")
+
+    @text.setter
+    def text(self, text: str) -> None:
+        self._thread.text = text
+
+    def annotate(self, address: int, text: str) -> None:
+        """Note in the history what the block at ``address`` is."""
+        if not self._recording:
+            return
+        with self._lock:
+            for card in self.cards:
+                if card.allocator.holds(address):
+                    card.history.add([(address,)], text, _NO_FRAMES)
+
+    def snapshot(self, *, traces: bool) -> dict[str, Any]:
+        """As ``torch.cuda.memory._snapshot()`` gives it."""
+        with self._lock:
+            return {
+                "segments": [
+                    _segment(number, blocks)
+                    for number, card in enumerate(self.cards)
+                    for blocks in card.allocator.segments()
+                ],
+                "device_traces": [card.history.entries() if traces else [] for card in self.cards],
+                "allocator_settings": self.settings.to_snapshot(self.conf),
+                "external_annotations": [],
+            }
+
+    def statistics(self, device: int) -> dict[str, Any]:
+        """As ``torch._C._cuda_memoryStats`` gives it."""
+        with self._lock:
+            return self.cards[device].count().nested()
+
+    @property
+    def recording(self) -> bool:
+        """Whether a history is kept."""
+        return self._recording
+
+    def set_fraction(self, device: int, fraction: float) -> None:
+        """``torch.cuda.set_per_process_memory_fraction``."""
+        allocator = self.cards[device].allocator
+        allocator.fraction = fraction
+        allocator.allowed = int(fraction * self.cards[device].card.total)
+
+    def reset(self, device: int, *, peaks: bool) -> None:
+        """Set the peaks back, or what was counted since the beginning."""
+        with self._lock:
+            counters = self.cards[device].count()
+            counters.reset_peaks() if peaks else counters.reset_accumulated()
+
+
+def _segment(device: int, blocks: list[Block]) -> dict[str, Any]:
+    first = blocks[0]
+    mapped = [one for one in blocks if one.mapped]
+    return {
+        "device": device,
+        "address": first.address,
+        "total_size": sum(one.size for one in mapped),
+        "allocated_size": sum(one.size for one in mapped if one.allocated),
+        "active_size": sum(one.size for one in mapped if not one.is_free),
+        "requested_size": sum(one.requested for one in mapped if not one.is_free),
+        "stream": first.stream,
+        "segment_type": "small" if first.pool.small else "large",
+        "segment_pool_id": (0, 0),
+        "is_expandable": first.segment is not None,
+        "frames": [],
+        "blocks": [
+            {
+                "address": one.address,
+                "size": one.size,
+                "requested_size": one.requested,
+                "state": _state(one),
+                "frames": [],
+            }
+            for one in mapped
+        ],
+    }
+
+
+def _state(block: Block) -> str:
+    if block.is_free:
+        return "inactive"
+    return "active_allocated" if block.allocated else "active_pending_free"
+
+
+def _frames() -> list[dict[str, Any]]:
+    """The Python stack, innermost first."""
+    found = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        found.append(
+            {"filename": code.co_filename, "line": frame.f_lineno, "name": code.co_qualname}
+        )
+        frame = frame.f_back
+    return found

@@ -1,0 +1,215 @@
+"""The device itself: what an operator on fake tensors returns and takes, instead of a kernel.
+
+A dispatch mode below all others. An operator on the host runs as it does; one on the card makes the
+tensors that it would return (:mod:`~memtrace.fake_gpu.outcomes`), among the scratch memory that its
+kernel takes (:mod:`~memtrace.fake_gpu.scratch`). What is read from the card reads as zeros: known
+values are followed by :mod:`memtrace.virtual_gpu.values`, above.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _pop_mode, _push_mode
+
+from memtrace.fake_gpu import outcomes, tensors
+from memtrace.fake_gpu import scratch as models
+from memtrace.virtual_gpu.values import Device
+from memtrace.virtual_gpu.values_rules import is_composite
+
+_set = torch.ops.aten.set_.source_Storage_storage_offset._op
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+#: Views, though their schemas don't say so.
+_VIEWS = {"_unsafe_view", "_reshape_alias", "_reshape_copy_alias", "lift_fresh"}
+#: Bytes of a copy on the host up to which it is written.
+_HOST_ZEROS = 2 << 20
+
+#: (operator, arguments, named ones, the device of the call) → what it returns.
+Handler = Callable[[Any, Any, Any, torch.device], Any]
+_handlers: dict[int, tuple[Handler, Any]] = {}
+
+
+class FakeGpu(Device):
+    """Answers every operator of one thread that has to do with a fake card."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types or torch._C._is_torch_function_mode_enabled():
+            if not all(kind is Tensor or kind is torch.nn.Parameter for kind in types):
+                return NotImplemented  # a wrapper: what it calls on its inner tensors comes back
+            with torch._C.DisableTorchFunction():
+                return self.answer(func, args, kwargs or {})
+        return self.answer(func, args, kwargs or {})
+
+    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operator of plain tensors."""
+        place = self._place(func, args, kwargs)
+        if place is None:
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}  # there is no card to pin it for
+            return func(*args, **kwargs)
+        entry = _handlers.get(id(func))
+        if entry is None:
+            entry = _handlers[id(func)] = (_handler(func), func)
+        if entry[0] is _taken_apart:  # it arrives whole under inference mode
+            _push_mode(self)
+            try:
+                return func._op_dk(_COMPOSITE, *args, **kwargs)
+            finally:
+                _pop_mode()
+        return entry[0](func, args, kwargs, place)
+
+    def _place(self, func: Any, args: Any, kwargs: Any) -> torch.device | None:
+        """The device that a call has to do with; None: none that is ours."""
+        first = args[0] if args else None
+        if isinstance(first, Tensor) and first.is_cuda and first.dim():
+            return first.device
+        return outcomes.place_of(args, kwargs)
+
+
+def returns_new(func: Any) -> bool:
+    """Whether an operator returns new tensors and does nothing else."""
+    return _handler(func) in (outcomes.returned, _cast)
+
+
+@functools.cache
+def _handler(func: Any) -> Handler:
+    """How to answer an operator that was never seen before."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return lambda func, args, kwargs, place: func(*args, **kwargs)
+    if is_composite(func):
+        return _taken_apart
+    schema = func._schema
+    name = schema.name.partition("::")[2]
+    special = _SPECIAL.get(name)
+    if special is not None:
+        return special
+    if torch.Tag.inplace_view in func.tags or name == "set_":
+        return _regeometry
+    written = [one for one in schema.arguments if one.alias_info and one.alias_info.is_write]
+    if written:
+        if any(one.is_out for one in written):
+            return _out
+        in_place = len(written) == 1 and written[0] is schema.arguments[0] and schema.returns
+        return _same if in_place and not models.has(func) else _written
+    if torch.Tag.data_dependent_output in func.tags:
+        return _read
+    if torch.Tag.dynamic_output_shape in func.tags:
+        return _shaped
+    if name in _VIEWS or all(value.alias_info is not None for value in schema.returns):
+        return _view
+    return outcomes.returned
+
+
+def _taken_apart(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
+    """Stands for an operator that is a program of others."""
+    raise AssertionError
+
+
+def _view(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
+    with tensors.below():
+        return func._op(*args, **kwargs)
+
+
+def _written(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
+    """An operator that overwrites some of its arguments, and returns these."""
+    outcomes.scratch(func, args, kwargs, place)
+    return _aliased(func, args, kwargs)
+
+
+def _out(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
+    """``out=``: what is written to may have to grow first."""
+    wanted = outcomes.computed(func, args, kwargs)
+    out = _aliased(func, args, kwargs)
+    single = isinstance(out, Tensor)
+    pairs = zip((wanted,) if single else wanted, (out,) if single else out, strict=True)
+    for one, target in pairs:
+        if target.shape != one.shape:
+            target.resize_(one.shape)
+    outcomes.scratch(func, args, kwargs, place)
+    return out
+
+
+def _aliased(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator returns that returns nothing but arguments of its own."""
+    schema = func._schema
+    named: dict[str, Any] = {}
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            named[next(iter(argument.alias_info.before_set))] = value
+    out = [named[next(iter(value.alias_info.before_set))] for value in schema.returns]
+    return None if not out else out[0] if len(out) == 1 else tuple(out)
+
+
+def _regeometry(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
+    """Another geometry or storage for a tensor that stays the same object."""
+    with tensors.below():
+        func._op(*args, **kwargs)
+    tensors.memory.settle(args[0].untyped_storage(), place)
+    return args[0]
+
+
+def _resize(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
+    """``resize_`` and ``resize_as_``: a storage that is too small grows."""
+    tensor, size = args[:2]
+    shape = size.shape if isinstance(size, Tensor) else size
+    stride = torch.empty(shape, device="meta").stride()
+    storage = tensor.untyped_storage()
+    with tensors.below():
+        _set(tensor, storage, tensor.storage_offset(), shape, stride)
+    tensors.memory.settle(storage, place)
+    return tensor
+
+
+def _cast(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
+    """``_to_copy``: to another type, layout or device."""
+    device = kwargs.get("device")
+    if device is None or device.type == place.type:
+        return outcomes.returned(func, args, kwargs, place)
+    return _host_zeros(outcomes.computed(func, args, kwargs))
+
+
+def _host_zeros(like: Tensor) -> Tensor:
+    """A tensor on the host, of zeros; a large one holds what the memory held."""
+    out = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
+    return out.zero_() if out.untyped_storage().nbytes() <= _HOST_ZEROS else out
+
+
+def _copy(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
+    """``copy_``: between devices, or on one."""
+    target: Tensor = args[0]
+    if tensors.is_fake(target):
+        outcomes.scratch(func, args, kwargs, place)
+    elif target.numel() * target.element_size() <= _HOST_ZEROS:
+        target.zero_()
+    return target
+
+
+def _read(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
+    """A number for the host; the card holds zeros."""
+    if place.type == "cpu":  # else those that read are counted above
+        outcomes.count_read()
+    if func._schema.returns[0].type.kind() == "BoolType":
+        return False
+    return torch.zeros((), dtype=args[0].dtype, device="cpu").item()
+
+
+def _shaped(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
+    """What returns as many elements as the values say: of zeros, as many as here."""
+    outcomes.scratch(func, args, kwargs, place)
+    out = func._op(*outcomes.zeros(args), **kwargs)
+    return outcomes.made_like(out, place)
+
+
+def _same(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
+    return args[0]
+
+
+_SPECIAL: dict[str, Handler] = {
+    "_to_copy": _cast,
+    "copy_": _copy,
+    "resize_": _resize,
+    "resize_as_": _resize,
+}

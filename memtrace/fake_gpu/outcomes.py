@@ -1,0 +1,253 @@
+"""What an operator on fake tensors returns, by PyTorch's rules for meta tensors.
+
+Many of these rules are Python and take a tenth of a millisecond. A model's layers are alike, so the
+outcome of a call is kept by the geometry of its arguments and whatever else was given.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from memtrace.fake_gpu import scratch as models
+from memtrace.fake_gpu import streams, tensors
+from memtrace.fake_gpu.memory import FakeMemory
+from memtrace.virtual_gpu import values, values_rules
+
+_META = torch.device("meta")
+#: Calls whose outcome is kept.
+_MOST = 1 << 16
+
+#: A new tensor: shape, strides, type, bytes of its storage.
+_Made = tuple[Any, Any, torch.dtype, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """What is returned and no tensor."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a call makes.
+
+    Attributes:
+        made: in order.
+        kind: list or tuple; None: one thing alone.
+        scratch: what its kernel takes.
+    """
+
+    made: tuple[_Made | Plain, ...]
+    kind: type | None
+    scratch: models.Scratch
+
+
+_outcomes: dict[Any, Outcome | None] = {}
+_NEVER: Any = object()
+
+
+def returned(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
+    """Answer an operator that returns something new on ``place``."""
+    outcome = _found(func, args, kwargs, place)
+    if outcome is None:  # it shares a storage with an argument
+        with tensors.below():
+            return func._op(*args, **kwargs)
+    return _make(outcome, place)
+
+
+def bytes_of(func: Any, args: Any, kwargs: Any, place: torch.device) -> int:
+    """Bytes of the new storages that an operator returns."""
+    outcome = _found(func, args, kwargs, place)
+    made = () if outcome is None else outcome.made
+    return sum(one[3] for one in made if not isinstance(one, Plain))
+
+
+def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that a call overwrites."""
+    return values_rules.written(values_rules.rule_of(func), args, kwargs)
+
+
+def count_read() -> None:
+    """Something that isn't known is read on the host."""
+    values.count_read("item")
+
+
+def _found(func: Any, args: Any, kwargs: Any, place: torch.device) -> Outcome | None:
+    try:
+        key = (id(func), place.index, *map(_key, args), *map(_key, kwargs.items()))
+        outcome = _outcomes.get(key, _NEVER)
+    except TypeError:  # something that can't be hashed, a generator
+        key, outcome = None, _NEVER
+    if outcome is _NEVER:
+        outcome = _outcome(func, args, kwargs, place)
+        if key is not None and len(_outcomes) < _MOST:
+            _outcomes[key] = outcome
+    return outcome
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return (value.shape, value.stride(), value.dtype, value.is_cuda)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_key, value))
+    return (type(value), value)
+
+
+def _outcome(func: Any, args: Any, kwargs: Any, place: torch.device) -> Outcome | None:
+    """None: what it returns isn't new."""
+    values, named = on_meta(args), dict(zip(kwargs, on_meta(kwargs.values()), strict=True))
+    out = _call(func, values, named)
+    given = {one.untyped_storage()._cdata for one in _tensors((values, list(named.values())))}
+    parts = out if isinstance(out, (list, tuple)) else (out,)
+    made: list[_Made | Plain] = []
+    for part in parts:
+        if not isinstance(part, Tensor):
+            made.append(Plain(part))
+            continue
+        storage = part.untyped_storage()
+        if storage._cdata in given:
+            return None
+        made.append((part.shape, part.stride(), part.dtype, storage.nbytes()))
+    kind = type(out) if isinstance(out, (list, tuple)) else None
+    return Outcome(tuple(made), kind, models.of(func, args, kwargs, out, memory().card(place)))
+
+
+def _make(outcome: Outcome, place: torch.device) -> Any:
+    steps, product = outcome.scratch
+    if steps is None and not product:  # nearly all
+        if outcome.kind is None:
+            return _made(outcome.made[0], place)
+        return outcome.kind([_made(one, place) for one in outcome.made])
+    taken = memory()
+    held: list[int] = []
+    made: dict[int, Any] = {}
+    for step in range(len(outcome.made)) if steps is None else steps:
+        if step < 0:
+            held.append(taken.hold(-step, place))
+        else:
+            made[step] = _made(outcome.made[step], place)
+    if product:
+        taken.workspace(place)
+    for address in reversed(held):
+        taken.let_go(address, place)
+    out = [
+        made[number] if number in made else _made(one, place)
+        for number, one in enumerate(outcome.made)
+    ]
+    return out[0] if outcome.kind is None else outcome.kind(out)
+
+
+def _made(one: _Made | Plain, place: torch.device) -> Any:
+    if isinstance(one, Plain):
+        return one.value
+    shape, stride, dtype, size = one
+    return tensors.new(shape, stride, dtype, place, size)
+
+
+def scratch(func: Any, args: Any, kwargs: Any, place: torch.device) -> None:
+    """Take what the kernel of an operator takes that returns nothing new."""
+    if models.has(func):
+        taken = models.of(func, args, kwargs, None, memory().card(place))
+        _make(Outcome((), tuple, taken), place)
+
+
+def computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator returns, as meta tensors."""
+    return _call(func, on_meta(args), dict(zip(kwargs, on_meta(kwargs.values()), strict=True)))
+
+
+def _call(func: Any, args: Any, kwargs: Any) -> Any:
+    """
+    Raises:
+        NotImplementedError: nothing says what this operator returns.
+    """
+    named = {name: one for name, one in kwargs.items() if name not in ("pin_memory", "generator")}
+    overload = func._overloadname
+    if overload.endswith("generator"):  # the same without one has the same result
+        name = overload.removesuffix("generator").rstrip("_") or "default"
+        func = getattr(func.overloadpacket, name)
+    try:
+        return func._op(*args, **named)
+    except NotImplementedError:
+        return _guessed(func, args, named)
+
+
+def _guessed(func: Any, args: Any, kwargs: Any) -> Any:
+    """What PyTorch's fake tensors know of an operator that has no rule for meta tensors."""
+    with FakeTensorMode():
+
+        def fake(one: Tensor) -> Tensor:
+            return torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="cuda")
+
+        out = func(*_map(list(args), fake), **{n: _map(one, fake) for n, one in kwargs.items()})
+    return _map(out, _meta)
+
+
+def made_like(out: Any, place: torch.device) -> Any:
+    """New fake tensors with the geometry of others."""
+    return _map(
+        out,
+        lambda one: tensors.new(
+            one.shape, one.stride(), one.dtype, place, one.untyped_storage().nbytes()
+        ),
+    )
+
+
+def on_meta(values: Iterable[Any]) -> list[Any]:
+    """Arguments of an operator on meta tensors, each on a storage of its own."""
+    return [_META if isinstance(one, torch.device) else _map(one, _meta) for one in values]
+
+
+def _meta(one: Tensor) -> Tensor:
+    return torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=_META)
+
+
+def zeros(values: Any) -> list[Any]:
+    """Arguments of an operator as tensors on the host, of zeros."""
+    found: list[Any] = _map(
+        list(values), lambda one: torch.zeros(one.shape, dtype=one.dtype, device="cpu")
+    )
+    return found
+
+
+def _map(value: Any, what: Callable[[Tensor], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return what(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([_map(one, what) for one in value])
+    return value
+
+
+def place_of(args: Any, kwargs: Any) -> torch.device | None:
+    """The device of a call: the one that is named, else that of the first tensor there; None: it
+    has to do with the host only."""
+    device = kwargs.get("device")
+    if device is not None and device.type == "cuda":
+        if device.index is None:
+            return torch.device("cuda", streams.current_device())
+        return torch.device(device)
+    found: torch.device | None = None
+    for one in _tensors((args, tuple(kwargs.values())) if kwargs else args):
+        if one.is_cuda:
+            if one.dim():  # a number may lie elsewhere than the rest
+                return one.device
+            found = found or one.device
+    return found
+
+
+def memory() -> FakeMemory:
+    """The memory of this process's cards."""
+    return tensors.memory  # type: ignore[return-value]
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
