@@ -43,15 +43,16 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     },
     "narrow": {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 32, "heads": (8, 4)},
 }
-#: Kernels: FlashAttention, the memory-efficient one, plain operators in three dtypes.
+#: Kernels: FlashAttention, the memory-efficient one in two dtypes, plain operators in three dtypes.
 ATTENTION = (
     "--attention fa2",
     "--attention sdpa --dtype float32",
+    "--attention sdpa_efficient",
     "--attention eager",
     "--attention eager --dtype float16",
     "--attention eager --dtype float32",
 )
-METHODS = ("snapkv", "mst", "tidekv", "chunked", "full", "online", "headinfer")
+METHODS = ("snapkv", "mst", "tidekv", "published", "chunked", "full", "online", "headinfer")
 #: What else decides: chunks that divide the prompt or don't, pieces, windows, blocks, budgets up to
 #: the whole prompt, prompts shorter than a chunk, several at once.
 SETTINGS = (
@@ -84,7 +85,7 @@ def grid(methods: Sequence[str], rest: Sequence[str]) -> Iterator[str]:
 
 CASES = (
     *grid(METHODS, ATTENTION[:1]),
-    *grid(["snapkv", "tidekv", "headinfer"], ATTENTION[1:]),
+    *grid(["snapkv", "tidekv", "published", "headinfer"], ATTENTION[1:]),
     *grid(["tidekv"], [f"--selector {one}" for one in SELECTORS]),
     *grid(["tidekv"], PLACED),
     *grid(["snapkv", "tidekv", "full"], ["--cache kivi"]),
@@ -94,6 +95,7 @@ CASES = (
     "tidekv --model wide --prompt 2000 --budget 800 --chunk-size 16 --cache kivi --selector recent",
     "chunked --model narrow --prompt 1500 --chunk-size 16 --selector knorm --budget 64",
     "mst --model narrow --prompt 9000 --budget 64",
+    "published --model narrow --prompt 300 --budget 64 --chunk-size 16",
     "as-given --model narrow --prompt 3000 --schedule kv_offload --selector none",
 )
 

@@ -8,7 +8,7 @@ hands out multiples of 512; nothing is fitted.
 
 from collections.abc import Callable, Iterator, Mapping
 
-from tidekv.formulas import layer_major, token_major, whole_prompt
+from tidekv.formulas import layer_major, published, token_major, whole_prompt
 from tidekv.formulas.attention import kernel_of
 from tidekv.formulas.moments import Case, Moment, Quantised, Tensor, sizes
 
@@ -19,6 +19,7 @@ SCHEDULES: Mapping[str, Callable[[Case], Iterator[Moment]]] = {
     "whole_prompt": whole_prompt.moments,
     "kv_offload": whole_prompt.moments,
     "layer_major": layer_major.moments,
+    "layer_major_published": published.moments,
     "chunked": token_major.chunked,
     "online": token_major.online,
     "head_offload": token_major.head_offload,

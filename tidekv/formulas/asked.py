@@ -20,6 +20,8 @@ class UnknownFormula(Exception):
 
 #: What has parts of a prefill elsewhere than on the device.
 PLACEMENT = ("stream_weights", "host_bridge", "park_caches", "host_embeddings")
+#: Schedules that call transformers' own attention.
+_STOCK = ("whole_prompt", "kv_offload", "layer_major_published")
 _SNAPKV = {"window": 32, "block_size": 2048, "kernel_size": 7, "sinks": 4}
 #: What schedules, selectors and the quantised cache take where nothing is said, as far as it
 #: decides about memory; a test holds it to the classes.
@@ -29,6 +31,7 @@ DEFAULTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "kv_offload": {"mlp_rows": 4096},
         "chunked": {"chunk_size": 512, "piece_rows": 512},
         "layer_major": {"chunk_size": 512, "piece_rows": 512},
+        "layer_major_published": {"chunk_size": 2048},
         "online": {"chunk_size": 512, "piece_rows": 512},
         "head_offload": {"chunk_size": 512, "piece_rows": 512},
     },
@@ -68,10 +71,13 @@ def case_of(arguments: argparse.Namespace, card: Device) -> Case:
         raise UnknownFormula("they know blockwise scoring")
     if arguments.attention == "flash_attention_2" and find_spec("flash_attn") is not None:
         raise UnknownFormula("the flash-attn package has kernels of its own")
-    kernel = kernel_of(arguments.attention, shape)
+    attention = arguments.attention
+    if attention == "sdpa" and arguments.schedule == "layer_major_published":
+        attention = "sdpa_efficient"  # there is a mask
+    kernel = kernel_of(attention, shape)
     if kernel is None:
         raise UnknownFormula(f"they don't know what {arguments.attention} takes for this model")
-    if arguments.selector == "h2o" and arguments.schedule in ("whole_prompt", "kv_offload"):
+    if arguments.selector == "h2o" and arguments.schedule in _STOCK:
         raise UnknownFormula("they don't know what h2o takes of transformers' own attention")
     schedule, selector = _given(arguments, "schedule"), _given(arguments, "selector")
     cache = _given(arguments, "cache")

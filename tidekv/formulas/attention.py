@@ -177,6 +177,8 @@ def _efficient(case: Case, rows: int, present: int) -> Iterator[Moment]:
             kept = number
     merged = act("merged, 4·B·C·Hq·D", 4 * heads * rows * s.head)
     yield Moment("attention, merging", (*chunk, found, kept, number, number, merged))
+    if s.element < 4:
+        yield Moment("attention, merged", (*chunk, found, kept, number, merged, found))
 
 
 def _outputs(case: Case, rows: int) -> int:

@@ -96,6 +96,8 @@ class _Chunks:
         with scopes.component("KV_res/full"):
             self._keys.append(keys.contiguous())
             self._values.append(values.contiguous())
+            for piece in (self._keys[-1], self._values[-1]):
+                scopes.retag(piece, "KV_res/full")  # of a single head it is what was written
             self._all = torch.cat(self._keys, dim=2), torch.cat(self._values, dim=2)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
