@@ -262,11 +262,15 @@ def _signals_blocked() -> Iterator[set[int]]:
 def _pending() -> "Iterator[signal.struct_siginfo]":
     """Take the blocked signals that have arrived.
 
-    ``sigtimedwait`` would wait for them, but where stopping and going on interrupts it at the end
-    of its time it returns a signal that never was (CPython 3.11 to 3.13).
+    One that is pending may be gone when it is taken: a thread that a library started before they
+    were blocked can get it. ``sigtimedwait`` isn't given any time, since where stopping and going
+    on interrupts it at the end of its time it returns a signal that never was (CPython 3.11 to
+    3.13).
     """
     while signal.sigpending() & set(_SIGNALS):
-        yield signal.sigwaitinfo(_SIGNALS)
+        received = signal.sigtimedwait(_SIGNALS, 0)
+        if received is not None:
+            yield received
 
 
 def _spawn(
