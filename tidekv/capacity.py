@@ -1,6 +1,6 @@
 """The longest prompt that fits, searched in one process: ``python -m tidekv.capacity OPTIONS``.
 
-Runs where the device is, or seems to be: :mod:`tidekv.planning` starts it on a virtual card. It
+Runs where the device is, or seems to be: :mod:`tidekv.searches` starts it on a virtual card. It
 takes the options of ``tidekv run`` and prints one JSON object, the fields of :class:`Longest`.
 """
 
@@ -127,21 +127,33 @@ def ceiling(tokens: int) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Search; a model that doesn't fit is an answer of 0 tokens."""
-    parser = argparse.ArgumentParser(prog="python -m tidekv.capacity", description=__doc__)
+    parser = parser_of("python -m tidekv.capacity", __doc__)
+    parser.add_argument("--up-to", type=int, required=True, metavar="N")
+    return answer(parser.parse_args(argv), _longest)
+
+
+def parser_of(program: str, description: str | None) -> argparse.ArgumentParser:
+    """The options of ``tidekv run`` that choose a method, for a prefill alone."""
+    parser = argparse.ArgumentParser(prog=program, description=description)
     add_model(parser)
     add_untrained(parser)
     add_methods(parser)
     add_device(parser)
     add_batch(parser)
     add_memory(parser)
-    parser.add_argument("--up-to", type=int, required=True, metavar="N")
     parser.set_defaults(max_new_tokens=0)
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def answer(arguments: argparse.Namespace, find: Callable[[argparse.Namespace], Any]) -> int:
+    """Print the fields of the dataclass that is found; the exit status."""
     try:
-        found = _longest(arguments)
+        found = find(arguments)
     except TidekvError as error:
         print(f"tidekv: {error}", file=sys.stderr)
         return error.exit_status
+    except KeyboardInterrupt:
+        return 130
     print(json.dumps(asdict(found)))
     return 0
 
@@ -165,7 +177,7 @@ def _longest(arguments: argparse.Namespace) -> Longest:
         forget()
         try:
             with running.memory_errors():
-                _read(arguments, loaded, prompt)
+                read(arguments, loaded, prompt, f"Trying {prompt:,} tokens")
         except DeviceMemoryError:
             fits = False
         else:
@@ -180,13 +192,14 @@ def _longest(arguments: argparse.Namespace) -> Longest:
     return search(probe, room=room, first=first, last=ceiling(arguments.up_to))
 
 
-def _read(arguments: argparse.Namespace, loaded: Any, prompt: int) -> None:
+def read(arguments: argparse.Namespace, loaded: Any, prompt: int, description: str) -> None:
+    """Read a prompt of so many tokens, with a progress bar."""
     from tidekv import running
     from tidekv.progress import progress_bar
 
     ids = running.random_prompt(loaded.model, arguments.batch, prompt).to(arguments.device)
     layers = loaded.model.config.num_hidden_layers
-    with progress_bar(f"Trying {prompt:,} tokens", total=layers) as done:
+    with progress_bar(description, total=layers) as done:
         running.read(arguments, loaded, ids, done)
 
 

@@ -35,6 +35,7 @@ examples:
   tidekv plan --model llama-3.1-8b --budget 4096 --device rtx-4090-24g --compare snapkv,tidekv \\
       --max-context
   tidekv plan --model llama-3.1-8b --prompt 131072 --budget 4096 --min-device
+  tidekv plan --model llama-3.1-8b --prompt 131072 --budget 4096 --device l4-24g --fit
 
 Methods of --compare: snapkv (whole_prompt), mst (the same, MLP in pieces of 4,096 rows), tidekv
 (layer_major), published (layer_major_published), chunked, full (chunked, every row kept), online,
@@ -75,6 +76,12 @@ def add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         metavar="CONF",
         help="PYTORCH_CUDA_ALLOC_CONF, such as expandable_segments:True (default: none)",
     )
+    command.add_argument(
+        "--torch",
+        metavar="VERSION",
+        help="by the allocator of this PyTorch, such as 2.11: modelled, from the requests that the "
+        "installed one makes (default: the installed one itself)",
+    )
     add_methods(command)
     add_memory(command)
     asked = command.add_argument_group("other questions")
@@ -90,6 +97,11 @@ def add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         help="tokens up to which --max-context looks (default: %(default)s)",
     )
     asked.add_argument("--min-device", action="store_true", help="which cards suffice")
+    asked.add_argument(
+        "--fit",
+        action="store_true",
+        help="what makes the prompt fit the card, cheapest first, with layer_major",
+    )
     command.add_argument(
         "-o",
         "--output",
@@ -105,7 +117,12 @@ def _plan(arguments: argparse.Namespace) -> None:
 
     _check(arguments)
     try:
-        fits = (_longest if arguments.max_context else _planned)(arguments)
+        if arguments.fit:
+            from tidekv.fit_command import fitted
+
+            fits = fitted(arguments, _SCHEMA)
+        else:
+            fits = (_longest if arguments.max_context else _planned)(arguments)
     except MemtraceError as error:
         raise TidekvError(f"{error}.") from error
     if not fits:
@@ -114,8 +131,19 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    if arguments.max_context and (arguments.min_device or arguments.output is not None):
-        raise TidekvError("--max-context keeps no run and goes without --min-device and -o.")
+    if arguments.max_context and (
+        arguments.min_device or arguments.fit or arguments.output is not None
+    ):
+        raise TidekvError("--max-context keeps no run and goes without --min-device, --fit and -o.")
+    if arguments.torch and (arguments.max_context or arguments.fit or arguments.min_device):
+        raise TidekvError("--torch goes with --prompt and --compare alone.")
+    if arguments.fit:
+        if arguments.min_device or arguments.compare or arguments.output is not None:
+            raise TidekvError("--fit keeps no run and goes without --compare, --min-device and -o.")
+        if arguments.schedule != "layer_major":
+            raise TidekvError("--fit changes what layer_major alone has; use that schedule.")
+        if arguments.engine == "fake":
+            raise TidekvError("--fit counts what goes over the bus, as the engine virtual does.")
     if arguments.min_device and arguments.compare:
         raise TidekvError("--min-device is about one method; drop --compare, or plan each.")
     if arguments.max_context == (arguments.prompt is not None):
@@ -125,11 +153,15 @@ def _check(arguments: argparse.Namespace) -> None:
         if value is not None and not 1 <= value < 1 << 40:
             raise TidekvError(f"--{name.replace('_', '-')} must be at least 1, not {value}.")
     if arguments.device == "cpu" and (
-        arguments.max_context or arguments.min_device or arguments.allocator
+        arguments.max_context
+        or arguments.min_device
+        or arguments.fit
+        or arguments.allocator
+        or arguments.torch
     ):
         raise TidekvError(
-            "A plan for the CPU knows no limit and no allocator; drop --max-context, --min-device "
-            "and --allocator, or name a card."
+            "A plan for the CPU knows no limit and no allocator; drop --max-context, --min-device, "
+            "--fit, --allocator and --torch, or name a card."
         )
     if arguments.device is None and not arguments.min_device:
         raise TidekvError("--device is missing: name a card of memtrace devices.")
@@ -172,6 +204,8 @@ def _planned(arguments: argparse.Namespace) -> bool:
         if not arguments.json and judged is None:
             for one in found:
                 print(verdict(one))
+                if one.modelled:
+                    print(one.modelled)
     return all(one.fits for one in found)
 
 
@@ -304,9 +338,9 @@ def verdict(found: "Plan") -> str:
 def _longest(arguments: argparse.Namespace) -> bool:
     """Search for each method; whether each reads some prompt."""
     from memtrace.render import show, size
-    from tidekv import cards, planning
+    from tidekv import cards, searches
 
-    found = {name: planning.longest(chosen) for name, chosen in _methods(arguments).items()}
+    found = {name: searches.longest(chosen) for name, chosen in _methods(arguments).items()}
     card = cards.card_of(arguments.device)
     if arguments.json:
         methods = [{"method": name, **asdict(one)} for name, one in found.items()]

@@ -5,7 +5,6 @@ torch here: the planned process alone loads it.
 """
 
 import argparse
-import json
 import shutil
 import sys
 import tempfile
@@ -16,16 +15,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from memtrace.allocator.settings import NEWEST, Version, parse_version
 from memtrace.analysis.document import document
 from memtrace.analysis.summary import AccountSummary, Summary, summarise
+from memtrace.analysis.what_if import Change, replayed
 from memtrace.components import LIVE_COMPONENTS
 from memtrace.devices import Device
 from memtrace.dryrun import dry_run
 from memtrace.sizes import format_size
-from memtrace.trace.reader import Trace
-from memtrace.virtual_gpu import READ_UNFOLLOWED
-from tidekv.capacity import Longest, Probe
-from tidekv.cards import card_of
+from memtrace.trace.reader import Trace, open_trace
+from memtrace.virtual_gpu import READ_UNFOLLOWED, SAID
+from memtrace.virtual_gpu.torches import version_of
+from tidekv.cards import card_of, largest_card
 from tidekv.errors import TidekvError, check_choice
 from tidekv.formulas import Moment, peak, sizes
 from tidekv.formulas.asked import PLACEMENT, UnknownFormula, case_of
@@ -98,6 +99,8 @@ class Plan:
         trace: of the run.
         moment: its peak by formulas; None: none are known.
         unknown: why none are, in a clause.
+        modelled: in a sentence, by which PyTorch's allocator and from what; empty: by the
+            installed one itself.
     """
 
     method: str
@@ -106,6 +109,7 @@ class Plan:
     trace: Trace
     moment: Moment | None
     unknown: str = ""
+    modelled: str = ""
 
     @cached_property
     def summary(self) -> Summary:
@@ -153,6 +157,7 @@ class Plan:
             "reserved": {"peak": self.reserved_peak},
             "formula_peak": self.moment and self.moment.where,
             "formula_unknown": self.unknown or None,
+            "modelled": self.modelled or None,
             "terms": [asdict(one) | {"difference": one.difference} for one in self.terms()],
         }
 
@@ -199,6 +204,8 @@ def plan(arguments: argparse.Namespace, method: str, out: Path) -> Plan:
     """
     if out.exists():
         raise TidekvError(f"{out} is there already; remove it or name another with -o.")
+    if arguments.torch and parse_version(arguments.torch) != _installed():
+        return _modelled(arguments, method, out)
     words = ["run", *options(arguments), "--prompt-tokens", str(arguments.prompt)]
     words += ["--max-new-tokens", "0", "--json"]
     if arguments.device == "cpu":  # the same command as a run there
@@ -208,33 +215,48 @@ def plan(arguments: argparse.Namespace, method: str, out: Path) -> Plan:
         card = card_of(arguments.device)
         moment, unknown = _moment(arguments, card)
         words += ["--device", "cuda", "--untrained"]
-    trace, _ = _run(arguments, ["tidekv", *words], out)
+    trace, _ = run(arguments, ["tidekv", *words], out)
     found = Plan(method, card, arguments.prompt, trace, moment, unknown)
     if found.fits:
-        _check(trace)
+        check_ended(trace)
     return found
 
 
-def longest(arguments: argparse.Namespace) -> Longest:
-    """The longest prompt that fits the card, up to ``arguments.up_to`` tokens.
+def _installed() -> Version:
+    return parse_version(version_of([sys.executable]))
 
-    Raises:
-        TidekvError, SystemExit: as :func:`plan`.
+
+def _modelled(arguments: argparse.Namespace, method: str, out: Path) -> Plan:
+    """As :func:`plan`, by the allocator of another PyTorch: a replay of the installed one's run.
+
+    Where that runs out of memory its requests end there, so those on the largest card are taken.
     """
-    card_of(arguments.device)
-    words = [*options(arguments), "--device", "cuda", "--untrained"]
-    words += ["--up-to", str(arguments.up_to)]
+    version, card = arguments.torch, card_of(arguments.device)
+    if parse_version(version) > NEWEST:
+        newest = ".".join(map(str, NEWEST))
+        raise TidekvError(f"The allocator of torch {version} isn't known; the newest is {newest}.")
+    change = Change(arguments.allocator, card.key, version)
     with tempfile.TemporaryDirectory(prefix="tidekv-") as scratch:
-        run = Path(scratch) / "capacity.memtrace"
-        trace, said = _run(arguments, ["tidekv.capacity", *words], run, source="none")
-        _check(trace)
-    found = json.loads(said)
-    return Longest(
-        found["prompt"], found["shorter_than"], tuple(Probe(**one) for one in found["probes"])
+        for number, device in enumerate((card.key, largest_card().key)):
+            here = argparse.Namespace(**{**vars(arguments), "device": device, "torch": None})
+            here.allocator = ""
+            found = plan(here, method, Path(scratch) / f"{number}.memtrace")
+            if found.fits:
+                break
+        if found.account is None:  # it failed before it used the card, and has said why
+            raise SystemExit(1)
+        replayed(found.trace, found.account.account, change, out)
+    trace = open_trace(out)
+    installed = ".".join(map(str, _installed()))
+    sentence = (
+        f"Modelled: by the rules of torch {version}'s allocator, from the requests that torch "
+        f"{installed} makes on {card_of(device).name}."
     )
+    moment, unknown = _moment(arguments, card)
+    return Plan(method, card, arguments.prompt, trace, moment, unknown, sentence)
 
 
-def _run(
+def run(
     arguments: argparse.Namespace, words: Sequence[str], out: Path, source: str = "auto"
 ) -> tuple[Trace, str]:
     """Dry-run ``python -m WORDS…``; its trace and its standard output.
@@ -264,7 +286,7 @@ def _run_once(
             engine=arguments.engine,
             allocator=arguments.allocator,
             source=source,
-            variables=_QUIET,
+            variables=_QUIET | ({SAID: "1"} if follow_values else {}),  # it was said before
             stdout=said.fileno(),
             follow_values=follow_values,
         )
@@ -272,7 +294,7 @@ def _run_once(
         return trace, said.read()
 
 
-def _check(trace: Trace) -> None:
+def check_ended(trace: Trace) -> None:
     """End as a planned process did that had room and failed; it has said why."""
     ended = trace.manifest["exit"]
     code = ended["code"] if ended["code"] is not None else 128 + ended["signal"]

@@ -6,10 +6,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from memtrace.record.imports import when_imported
-from memtrace.virtual_gpu import UNFOLLOWED, VARIABLE
-
-#: Set once a process has said that its GPUs are virtual; its children inherit it.
-_SAID = "MEMTRACE_VIRTUAL_GPU_SAID"
+from memtrace.virtual_gpu import SAID, UNFOLLOWED, VARIABLE
 
 
 def enter(torch: ModuleType) -> None:
@@ -54,9 +51,9 @@ def _check(torch: ModuleType) -> None:
 
 
 def _say() -> None:
-    if _SAID in os.environ:
+    if SAID in os.environ:
         return
-    os.environ[_SAID] = "1"
+    os.environ[SAID] = "1"
     names = [entry.partition("|")[0] for entry in os.environ[VARIABLE].split(";")[1:]]
     counted = {name: names.count(name) for name in names}
     cards = ", ".join(f"{n}× {name}" if n > 1 else name for name, n in counted.items())

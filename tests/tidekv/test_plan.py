@@ -153,6 +153,22 @@ def test_a_folder_without_weights_of_a_family_without_formulas_is_planned(tmp_pa
 
 
 @ON_CARD
+def test_another_torch_s_allocator_is_modelled(plans: dict[str, Any], tmp_path: Path) -> None:
+    out = tmp_path / "modelled.memtrace"
+    told = plan(
+        *(*LLAMA, "--prompt", "8192", "--device", "a100-40g", "--torch", "2.5", "--json"),
+        *("-o", out),
+    )
+    assert told.returncode == 0, told.stderr
+    found = json.loads(told.stdout)
+    assert "by the rules of torch 2.5's allocator" in found["modelled"]
+    assert plans["tidekv"]["modelled"] is None
+    assert found["peak"]["allocated"] == plans["tidekv"]["peak"]["allocated"]
+    assert found["reserved"]["peak"] >= found["peak"]["allocated"]
+    assert "2.5" in json.dumps(open_trace(out).processes[0].manifest)
+
+
+@ON_CARD
 @pytest.mark.slow
 def test_the_longest_prompt_is_one_that_was_tried() -> None:
     told = plan(
@@ -182,6 +198,15 @@ def test_the_longest_prompt_is_one_that_was_tried() -> None:
         (["--prompt", "9", "--device", "a100-40g", "--allocator", "a:1"], "'a' is no setting"),
         (["--prompt", "9", "--device", "a100-40g", "-o", "/"], "/ is there already"),
         (["--max-context", "--device", "a100-40g", "-o", "x"], "--max-context keeps no run"),
+        (["--prompt", "9", "--device", "a100-40g", "--fit", "-o", "x"], "--fit keeps no run"),
+        (
+            ["--prompt", "9", "--device", "a100-40g", "--fit", "--schedule", "chunked"],
+            "what layer_major alone has",
+        ),
+        (["--prompt", "9", "--device", "a100-40g", "--torch", "9.9"], "the newest is 2.15"),
+        (["--prompt", "9", "--device", "a100-40g", "--torch", "1.9"], "the oldest is 2.1"),
+        (["--prompt", "9", "--device", "a100-40g", "--torch", "new"], "not a version of torch"),
+        (["--max-context", "--device", "a100-40g", "--torch", "2.9"], "--torch goes with"),
     ],
 )
 def test_bad_input_gets_a_sentence(arguments: list[str], sentence: str) -> None:

@@ -276,6 +276,13 @@ Pointer vgpu_pointer(uintptr_t address)
 }
 
 static void (*told)(size_t size);
+static _Atomic uint64_t to_device, to_host;
+
+void vgpu_moved(uint64_t moved[2])
+{
+    moved[0] = to_device;
+    moved[1] = to_host;
+}
 
 void vgpu_tell_reads(void (*tell)(size_t size))
 {
@@ -287,9 +294,14 @@ void vgpu_tell_reads(void (*tell)(size_t size))
 void vgpu_copy(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
                size_t height)
 {
-    if (width * height == 0 || vgpu_pointer((uintptr_t)to).kind == DEVICE_MEMORY)
-        return;
     bool read = vgpu_pointer((uintptr_t)from).kind == DEVICE_MEMORY;
+    if (vgpu_pointer((uintptr_t)to).kind == DEVICE_MEMORY) {
+        if (!read)
+            to_device += width * height;
+        return;
+    }
+    if (width * height == 0)
+        return;
     for (size_t row = 0; row < height; row++) {
         char *target = (char *)to + row * to_pitch;
         if (read)
@@ -297,6 +309,9 @@ void vgpu_copy(void *to, size_t to_pitch, const void *from, size_t from_pitch, s
         else
             memmove(target, (const char *)from + row * from_pitch, width);
     }
-    if (read && told != NULL)
+    if (!read)
+        return;
+    to_host += width * height;
+    if (told != NULL)
         told(width * height);
 }

@@ -95,6 +95,7 @@ Pointer vgpu_pointer(uintptr_t address);
 void vgpu_copy(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
                size_t height);
 void vgpu_tell_reads(void (*tell)(size_t size)); /* of each copy from a device to the host */
+void vgpu_moved(uint64_t moved[2]); /* bytes so far, to a device and to the host */
 
 /* vmm.c */
 int vgpu_physical_create(uint64_t *handle, size_t size, int device);
