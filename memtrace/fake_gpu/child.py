@@ -5,6 +5,7 @@ import sys
 from types import ModuleType
 
 from memtrace.fake_gpu.cards import Card, cards
+from memtrace.virtual_gpu import UNFOLLOWED
 
 #: Set once a process has said that its GPUs are fake; its children inherit it.
 _SAID = "MEMTRACE_FAKE_GPU_SAID"
@@ -13,9 +14,8 @@ _SAID = "MEMTRACE_FAKE_GPU_SAID"
 def enter(torch: ModuleType) -> None:
     """Make PyTorch see the fake GPUs, and say so."""
     from memtrace.allocator.settings import Settings, parse_version
-    from memtrace.fake_gpu import attention, binding, tensors
+    from memtrace.fake_gpu import attention, binding, mode, tensors
     from memtrace.fake_gpu.memory import FakeMemory
-    from memtrace.fake_gpu.mode import FakeGpu
     from memtrace.virtual_gpu import values
     from memtrace.virtual_gpu.child import without_compilers
 
@@ -35,7 +35,10 @@ def enter(torch: ModuleType) -> None:
     binding.install(memory, found)
     attention.install()
     without_compilers(torch)
-    values.start(device=FakeGpu)
+    follow = not os.environ.get(UNFOLLOWED)
+    if not follow:
+        mode.tell = values.told
+    values.start(follow=follow, device=mode.FakeGpu)
 
 
 def _say(found: list[Card]) -> None:

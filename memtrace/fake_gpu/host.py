@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memtrace.fake_gpu import outcomes
+from memtrace.fake_gpu import mode, outcomes
 from memtrace.fake_gpu.mode import FakeGpu, returns_new
 from memtrace.fake_gpu.tensors import Lease, addresses, is_fake
+from memtrace.virtual_gpu import values
 
 #: Bytes up to which what an operator takes, and a new tensor, is small.
 SMALL = 1 << 20
@@ -94,7 +95,8 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def install() -> None:
-    """Have PyTorch's own reads of memory, which no dispatch mode sees, find zeros."""
+    """Count reads, and have PyTorch's own of memory, which no dispatch mode sees, find zeros."""
+    mode.tell = lambda size: values.count_read("item")
     for name in ("tolist", "numpy", "__array__"):
         setattr(Tensor, name, _of_zeros(getattr(Tensor, name)))
 
@@ -103,7 +105,7 @@ def _of_zeros(plain: Any) -> Any:
     @functools.wraps(plain)
     def read(tensor: Tensor, *args: Any, **options: Any) -> Any:
         if is_fake(tensor):
-            outcomes.count_read()
+            values.count_read("copy to host")
             tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
         return plain(tensor, *args, **options)
 

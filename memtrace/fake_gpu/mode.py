@@ -22,13 +22,20 @@ from memtrace.virtual_gpu.values_rules import is_composite
 _set = torch.ops.aten.set_.source_Storage_storage_offset._op
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 #: Views, though their schemas don't say so.
-_VIEWS = {"_unsafe_view", "_reshape_alias", "_reshape_copy_alias", "lift_fresh"}
+_VIEWS = {"_unsafe_view", "_reshape_alias", "lift_fresh"}
 #: Bytes of a copy on the host up to which it is written.
 _HOST_ZEROS = 2 << 20
 
 #: (operator, arguments, named ones, the device of the call) → what it returns.
 Handler = Callable[[Any, Any, Any, torch.device], Any]
-_handlers: dict[int, tuple[Handler, Any]] = {}
+
+
+def _nothing(size: int) -> None:
+    """Values are followed, and so read above."""
+
+
+#: Told of the bytes that a call is about to read on the host.
+tell: Callable[[int], object] = _nothing
 
 
 class FakeGpu(Device):
@@ -49,16 +56,14 @@ class FakeGpu(Device):
             if kwargs.get("pin_memory"):
                 kwargs = {**kwargs, "pin_memory": False}  # there is no card to pin it for
             return func(*args, **kwargs)
-        entry = _handlers.get(id(func))
-        if entry is None:
-            entry = _handlers[id(func)] = (_handler(func), func)
-        if entry[0] is _taken_apart:  # it arrives whole under inference mode
+        handler = _handler(func)
+        if handler is _taken_apart:  # it arrives whole under inference mode
             _push_mode(self)
             try:
                 return func._op_dk(_COMPOSITE, *args, **kwargs)
             finally:
                 _pop_mode()
-        return entry[0](func, args, kwargs, place)
+        return handler(func, args, kwargs, place)
 
     def _place(self, func: Any, args: Any, kwargs: Any) -> torch.device | None:
         """The device that a call has to do with; None: none that is ours."""
@@ -168,7 +173,9 @@ def _cast(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
     device = kwargs.get("device")
     if device is None or device.type == place.type:
         return outcomes.returned(func, args, kwargs, place)
-    return _host_zeros(outcomes.computed(func, args, kwargs))
+    made = outcomes.computed(func, args, kwargs)
+    tell(made.numel() * made.element_size())
+    return _host_zeros(made)
 
 
 def _host_zeros(like: Tensor) -> Tensor:
@@ -182,15 +189,17 @@ def _copy(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
     target: Tensor = args[0]
     if tensors.is_fake(target):
         outcomes.scratch(func, args, kwargs, place)
-    elif target.numel() * target.element_size() <= _HOST_ZEROS:
+        return target
+    size = target.numel() * target.element_size()
+    tell(size)
+    if size <= _HOST_ZEROS:
         target.zero_()
     return target
 
 
 def _read(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
     """A number for the host; the card holds zeros."""
-    if place.type == "cpu":  # else those that read are counted above
-        outcomes.count_read()
+    tell(args[0].element_size())
     if func._schema.returns[0].type.kind() == "BoolType":
         return False
     return torch.zeros((), dtype=args[0].dtype, device="cpu").item()
@@ -198,6 +207,7 @@ def _read(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
 
 def _shaped(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
     """What returns as many elements as the values say: of zeros, as many as here."""
+    tell(8)  # their number
     outcomes.scratch(func, args, kwargs, place)
     out = func._op(*outcomes.zeros(args), **kwargs)
     return outcomes.made_like(out, place)

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from memtrace.fake_gpu import scratch as models
 from memtrace.fake_gpu import streams, tensors
 from memtrace.fake_gpu.memory import FakeMemory
-from memtrace.virtual_gpu import values, values_rules
+from memtrace.virtual_gpu import values_rules
 
 _META = torch.device("meta")
 #: Calls whose outcome is kept.
@@ -70,11 +70,6 @@ def bytes_of(func: Any, args: Any, kwargs: Any, place: torch.device) -> int:
 def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that a call overwrites."""
     return values_rules.written(values_rules.rule_of(func), args, kwargs)
-
-
-def count_read() -> None:
-    """Something that isn't known is read on the host."""
-    values.count_read("item")
 
 
 def _found(func: Any, args: Any, kwargs: Any, place: torch.device) -> Outcome | None:

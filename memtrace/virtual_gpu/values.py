@@ -33,13 +33,12 @@ from torch.utils._python_dispatch import (
 )
 
 from memtrace.record.mode import Mode
-from memtrace.virtual_gpu import values_graphs
+from memtrace.virtual_gpu import values_graphs, values_unfollowed
 from memtrace.virtual_gpu.values_choices import RULE, choose
 from memtrace.virtual_gpu.values_known import PLACES, UNKNOWN, Known
 from memtrace.virtual_gpu.values_mirrors import address
 from memtrace.virtual_gpu.values_rules import Kind, Rule, rule_of
 from memtrace.virtual_gpu.values_shapes import index, shaped
-from memtrace.virtual_gpu.values_unfollowed import watch
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _function_mode_active = torch._C._is_torch_function_mode_enabled
@@ -240,6 +239,7 @@ def _fill(known: Known, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
 _known = Known()
 _thread = threading.local()
 _started = False
+_follow = True
 #: Makes what stands below in each thread; None: PyTorch itself.
 _make_device: "Callable[[], Device] | None" = None
 
@@ -249,13 +249,14 @@ def start(*, follow: bool = True, device: "Callable[[], Device] | None" = None) 
 
     Args:
         follow: else only see to it that the program needs none; :mod:`values_unfollowed` says how.
-        device: makes the mode that answers operators in place of a device, for each thread.
+        device: makes the mode that answers operators in place of a device, for each thread. It
+            tells :func:`told` of reads if values aren't followed.
     """
-    global _started, _make_device
-    if not follow:
-        watch(_known)
+    global _started, _follow, _make_device
+    if not follow and device is None:
+        values_unfollowed.watch(_known)
         return
-    _make_device = device
+    _follow, _make_device = follow, device
     _enter()
     if _started:
         return
@@ -302,30 +303,35 @@ def _on_host(data: Any) -> Any:
 
 def _enter() -> None:
     """Enter this thread's mode below those that are there already."""
-    if getattr(_thread, "mode", None) is not None:
+    if getattr(_thread, "modes", None):
         return
     above = [_pop_mode() for _ in _get_current_dispatch_mode_stack()]
-    _thread.device = None if _make_device is None else _make_device()
-    if _thread.device is not None:
-        _thread.device.__enter__()
-    _thread.mode = Values(_known, _thread.device)
-    _thread.mode.__enter__()
+    device = None if _make_device is None else _make_device()
+    _thread.modes = [] if device is None else [device]
+    if _follow:
+        _thread.modes.append(Values(_known, device))
+    for mode in _thread.modes:
+        mode.__enter__()
     for mode in reversed(above):
         _push_mode(mode)
 
 
 def _leave() -> None:
-    """Take the mode out of this thread, from below those that were entered over it."""
-    mode, _thread.mode = _thread.mode, None
+    """Take the modes out of this thread, from below those that were entered over them."""
+    modes, _thread.modes = _thread.modes, []
     stack = _get_current_dispatch_mode_stack()
-    if mode not in stack:
+    if not modes or modes[-1] not in stack:
         return
-    above = [_pop_mode() for _ in stack[stack.index(mode) + 1 :]]
-    mode.__exit__(None, None, None)
-    if _thread.device is not None:
-        _thread.device.__exit__(None, None, None)
+    above = [_pop_mode() for _ in stack[stack.index(modes[-1]) + 1 :]]
+    for mode in reversed(modes):
+        mode.__exit__(None, None, None)
     for other in reversed(above):
         _push_mode(other)
+
+
+def told(size: int) -> None:
+    """``size`` bytes of a device are read on the host, while values aren't followed."""
+    values_unfollowed.told(_known, size)
 
 
 def count_read(op: str) -> None:

@@ -9,6 +9,7 @@ repeats a small storage until it is that large would be known; nobody decides by
 """
 
 import ctypes
+import functools
 import os
 from typing import Any
 
@@ -19,18 +20,20 @@ from memtrace.virtual_gpu.values_rules import Kind, Rule
 
 _COPY = Rule(Kind.COPY, "copy_", None)
 
+
+def told(known: Known, size: int) -> None:
+    """``size`` bytes are read: if they are many count it in ``known``, else end the process."""
+    if size <= LIMIT_INTEGERS:
+        os._exit(READ_UNFOLLOWED)
+    known.read_unknown(_COPY)
+
+
 #: What the stand-ins call, kept alive.
 _told: Any = None
 
 
 def watch(known: Known) -> None:
-    """Count large reads in ``known``, and end the process at the first small one."""
+    """Have the stand-ins tell of each read."""
     global _told
-
-    def tell(size: int) -> None:
-        if size <= LIMIT_INTEGERS:
-            os._exit(READ_UNFOLLOWED)
-        known.read_unknown(_COPY)
-
-    _told = ctypes.CFUNCTYPE(None, ctypes.c_size_t)(tell)
+    _told = ctypes.CFUNCTYPE(None, ctypes.c_size_t)(functools.partial(told, known))
     ctypes.CDLL("libcuda.so.1").vgpu_tell_reads(_told)
