@@ -1,4 +1,4 @@
-"""Prefills one after the other in one process: ``python -m tidekv.measuring OPTIONS``.
+"""Prefills one after the other in one process: ``python -m tidekv.measuring < JOBS``.
 
 Runs where the device is, or seems to be: :mod:`tidekv.tables` starts it on a virtual card. Standard
 input is a JSON list of ``[options of tidekv run, prompt tokens]``, all of one model; for each there

@@ -32,7 +32,7 @@ Columns: the paper's figure; as published, with what the authors' implementation
 the paper's; what verdicts leave of the card. GiB, or percent of SnapKV's that TideKV saves. Below
 each table are the commands that plan its rows. docs/tables.md explains every difference.
 
-exit status: 0 done, 1 no virtual card can be had, 2 bad input, 130 interrupted, with what was
+exit status: 0 done, 2 bad input or no virtual card can be had, 130 interrupted, with what was
 measured until then.
 """
 
