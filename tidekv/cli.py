@@ -29,6 +29,7 @@ _EPILOG = """\
 examples:
   tidekv run --model smollm2 --prompt-file traces/demo-prompt.txt
   tidekv plan --model llama-3.1-8b --prompt 65536 --budget 4096 --device a100-40g
+  tidekv tables --only accounting
   tidekv serve-trace traces/mixed-150-cpu.jsonl
   tidekv methods
   tidekv fidelity --dtype bfloat16
