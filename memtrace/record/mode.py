@@ -1,5 +1,8 @@
 """What our dispatch modes have in common: one for a thread, out of the way of torch.compile."""
 
+from typing import Self
+
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 
@@ -7,6 +10,11 @@ class Mode(TorchDispatchMode):
     """A dispatch mode of ours; it belongs to the thread that enters it."""
 
     supports_higher_order_operators = True
+    _inference = False
+
+    def __enter__(self) -> Self:
+        self._inference = torch.is_inference_mode_enabled()
+        return super().__enter__()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -17,8 +25,13 @@ class Mode(TorchDispatchMode):
         return True
 
     def leave(self) -> bool:
-        """Take the mode from this thread; False where it is gone, or under another one."""
-        if _get_current_dispatch_mode() is not self:
+        """Take the mode from this thread; False where it is gone, under another one, or not now.
+
+        At its end ``torch.inference_mode()`` puts the dispatch keys of its beginning back. Had the
+        last mode gone meanwhile, PyTorch would look for one at the next operator and fail.
+        """
+        within = torch.is_inference_mode_enabled() and not self._inference
+        if within or _get_current_dispatch_mode() is not self:
             return False
         self.__exit__(None, None, None)
         return True
