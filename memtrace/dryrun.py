@@ -52,13 +52,15 @@ def dry_run(
     engine: str = "auto",
     allocator: str = "",
     source: str = "auto",
+    stacks: int = 0,
     variables: Mapping[str, str] | None = None,
     stdout: int | None = None,
+    stderr: int | None = None,
     follow_values: bool = True,
 ) -> Trace:
     """Run ``command`` to its end as if on ``device`` and return what it took.
 
-    Its exit code is ``trace.manifest["exit"]``; its standard error is ours.
+    Its exit code is ``trace.manifest["exit"]``.
 
     Args:
         command: program and arguments; the engine virtual needs PyTorch's build for CUDA.
@@ -69,8 +71,9 @@ def dry_run(
         allocator: ``PYTORCH_CUDA_ALLOC_CONF``; empty: PyTorch's defaults, whatever the environment
             says.
         source: what a :class:`~memtrace.record.session.Session` takes by that name.
+        stacks: Python frames kept for each allocation.
         variables: what to add to the command's environment.
-        stdout: file descriptor for the command's standard output; None: ours.
+        stdout, stderr: file descriptors for what the command prints; None: ours.
         follow_values: False: take :data:`~memtrace.virtual_gpu.READ_UNFOLLOWED` for an exit code if
             the command reads a value that the host could know, and be several times as fast. The
             trace is the same where it reads none, and of no use where it does.
@@ -94,9 +97,11 @@ def dry_run(
         out,
         quiet=True,
         source=source if cards else "tensors",
+        stacks=stacks,
         virtual_gpu=replace(gpu, variables=added),
         notes={"planned": _planned(gpu, device, cards, allocator)},
         stdout=stdout,
+        stderr=stderr,
     )
     if isinstance(gpu, FakeGpu):
         _name_unmodelled(out)

@@ -8,6 +8,9 @@
         with memory_budget(peak="300 MiB", Temp="8 MiB"):
             prefill(model, ids)
 
+    @pytest.mark.memory_budget(device="rtx-4090-24g")  # which isn't there
+    def test_it_fits(): ...
+
 pytest imports this module in every project that has memtrace installed, so it imports nothing but
 pytest. :mod:`memtrace.budgets` does the work, from the first test that asks for it on.
 """
@@ -35,7 +38,8 @@ _SHARED = "memtrace_shared"
 
 _MARKERS = (
     'memory_budget(peak="2 GiB", KV_res="512 MiB", …, phase=None, tolerance=0, scope="test", '
-    "warmup=0, name=None): fail the test if it takes more memory (docs/pytest.md)",
+    'warmup=0, name=None, device=None, allocator=""): fail the test if it takes more memory, on a '
+    "card that isn't there if one is named (docs/pytest.md)",
     'memory_plateau(requests, slope="1 MiB/100 requests", warmup=None): fail the test if memory '
     "grows over its requests",
 )
@@ -87,7 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         found = plan(item, options.default, options.regressions_for(item.nodeid, None))
         if found is not None:
             item.stash[PLAN] = found
-    running.awaited = baselines_first(items)
+    running.awaited |= baselines_first(items)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -149,12 +153,15 @@ def _report(config: pytest.Config) -> None:
 def _run(config: pytest.Config) -> "Running":
     running = config.pluginmanager.get_plugin(_RUNNING)
     if running is None:
+        from memtrace.budgets.dry import Dry
         from memtrace.budgets.running import Running
         from memtrace.budgets.store import Baselines
 
         baselines = Baselines(_shared(config))
         running = Running(config, _options(config), baselines, config.stash[_HARNESS])
         config.pluginmanager.register(running, _RUNNING)
+        if running.card is None:
+            config.pluginmanager.register(Dry(running))
         _report(config)
     return running
 
@@ -164,12 +171,13 @@ def _shared(config: pytest.Config) -> Path:
     worker = getattr(config, "workerinput", {})
     if _SHARED in worker:
         return Path(worker[_SHARED])
-    folder = config.stash.get(_FOLDER, None)
+    folder = config.stash.get(FOLDER, None)
     if folder is None:
-        folder = config.stash[_FOLDER] = Path(tempfile.mkdtemp(prefix="memtrace-"))
+        folder = config.stash[FOLDER] = Path(tempfile.mkdtemp(prefix="memtrace-"))
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     return folder
 
 
-_FOLDER = pytest.StashKey[Path]()
+#: Where baselines are.
+FOLDER = pytest.StashKey[Path]()
 _HARNESS = pytest.StashKey[Set[threading.Thread]]()

@@ -6,6 +6,8 @@
     plateau    the same for memory that stays put over requests
     store      measurements kept for later: baselines of the session, saved ones
     running    the hooks around a test
+    dry        the same for a test on a card that isn't there, which dry_child runs
+    fitting    what such a test lacked
     reporting  the hooks around its report
 
 pytest itself imports :mod:`memtrace.pytest_plugin` alone, which imports the rest once a test asks.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from memtrace.analysis.blocks import Moment, Stretch, blocks, phases
 from memtrace.budgets.plateau import judge_plateau, named_requests, repeated
@@ -18,6 +19,7 @@ def judge_stretches(
     parts: Sequence[tuple[Sequence[Stretch], Sequence[Limit]]],
     reference: Callable[[Limit], Values],
     root: Path,
+    card: str | None,
 ) -> Finding:
     """What stretches of a recording took, against limits; the first part's is what is kept.
 
@@ -27,6 +29,7 @@ def judge_stretches(
         parts: stretches, and the limits on what they add.
         reference: what a relative limit is relative to.
         root: the folder whose frames are the user's.
+        card: cards that aren't there and that the test runs on, which alone are judged then.
     """
     whole: Finding | None = None
     try:
@@ -34,12 +37,18 @@ def judge_stretches(
         there = phases([own, *others])
         for stretches, limits in parts:
             found = blocks(own, others, stretches)
-            one = finding(label, found, judge(limits, found, there, reference), root)
+            if card is not None:
+                found = [block for block in found if block.device != "cpu"] or _untouched(card)
+            one = finding(label, found, judge(limits, found, there, reference), root, card)
             whole = one if whole is None else _joined(whole, one)
     except MemtraceError as error:
         return _unjudged(label, error, recording)
     assert whole is not None
     return whole if whole.good else _kept(whole, recording)
+
+
+def _untouched(card: str) -> NoReturn:
+    raise MemtraceError(f"nothing was allocated on {card}; is everything on the CPU?")
 
 
 def judge_requests(

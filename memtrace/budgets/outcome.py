@@ -14,12 +14,13 @@ class MemoryBudgetExceeded(pytest.fail.Exception):  # type: ignore[name-defined]
         super().__init__(text, pytrace=False)
         self.headline = headline
 
-    def mark(self, report: pytest.TestReport) -> None:
-        """Make the report one of a breach, with the numbers in front."""
-        report.over_budget = self.headline  # type: ignore[attr-defined]
-        crash = getattr(report.longrepr, "reprcrash", None)
-        if crash is not None:
-            crash.message = self.headline
+
+def mark(report: pytest.TestReport, headline: str) -> None:
+    """Make the report one of a breach, with the numbers in front."""
+    report.over_budget = headline  # type: ignore[attr-defined]
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is not None:
+        crash.message = headline
 
 
 def raise_for(findings: Sequence[Finding]) -> None:

@@ -20,6 +20,8 @@ class Plan:
     warmup: int = 0
     scope: str = "test"  # of what is kept of it
     plateau: Plateau | None = None
+    card: str | None = None  # that isn't there, to run it on
+    allocator: str = ""  # PYTORCH_CUDA_ALLOC_CONF on that card
     error: str | None = None  # what is wrong with a marker: the test's own error
 
     @property
@@ -45,12 +47,15 @@ def plan(item: pytest.Item, default: Budget | None, regressions: Sequence[Limit]
         if plateau is not None and plateau.args:
             raise MemtraceError("memory_plateau takes names: memory_plateau(requests=40, slope=…)")
         every = [one for level in budgets for one in level]
+        on_card = next((one for one in every if one.device is not None), Budget())
         return Plan(
             limits=(*_nearest(budgets), *regressions),
             names=tuple(one.name for one in every if one.name is not None),
             warmup=max((one.warmup for one in every), default=0),
             scope=every[0].scope if every else "test",
             plateau=None if plateau is None else parse_plateau(plateau.kwargs),
+            card=on_card.device,
+            allocator=on_card.allocator,
         )
     except MemtraceError as error:
         return Plan(error=str(error))

@@ -16,6 +16,7 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 import pytest
+import torch  # noqa: F401 - first: under memtrace record its import starts the session
 
 from memtrace.errors import MemtraceError, TraceError
 from memtrace.record.here import record_here

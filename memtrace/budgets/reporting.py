@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from memtrace.budgets.fitting import FITS
 from memtrace.budgets.options import Options, key
 from memtrace.budgets.store import Values, save
 from memtrace.budgets.words import METRICS
@@ -86,8 +87,9 @@ class Reporting:
             key(nodeid, one["label"]): one["devices"]
             for nodeid, test in self._tests.items()
             if test["outcome"] in ("passed", CATEGORY)
+            and all(one["label"] != FITS for one in test["memory"])  # it came to no end
             for one in test["memory"]
-            if one["label"] != "plateau" and one["problem"] is None
+            if one["label"] not in ("plateau", FITS) and one["problem"] is None
         }
 
     def _write(self) -> None:

@@ -6,16 +6,24 @@ import threading
 import time
 import zlib
 from collections.abc import Generator, Iterable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from memtrace.budgets.fitting import FITS, does_not_fit, ran_out
 from memtrace.budgets.judging import judge_stretches
 from memtrace.budgets.measured import MeasuredTest
 from memtrace.budgets.options import Options
-from memtrace.budgets.outcome import MemoryBudgetExceeded, add_section, properties, raise_for
+from memtrace.budgets.outcome import (
+    MemoryBudgetExceeded,
+    add_section,
+    mark,
+    properties,
+    raise_for,
+)
 from memtrace.budgets.plans import PLAN, parameters
 from memtrace.budgets.recording import Recording
 from memtrace.budgets.store import Baselines, Values
@@ -29,6 +37,10 @@ _WAIT_SECONDS = 60
 #: What was found in a test, and how much of it a report has shown.
 _FINDINGS = pytest.StashKey[list[Finding]]()
 _SHOWN = pytest.StashKey[list[Finding]]()
+#: Of a pytest on cards that aren't there: what they are, and the baselines of the one that
+#: started it.
+CARD = pytest.StashKey[str]()
+AWAITED = pytest.StashKey[set[str]]()
 
 
 class Running:
@@ -43,9 +55,10 @@ class Running:
     ) -> None:
         self._config = config
         self._harness = harness
-        self._baselines = baselines
+        self.baselines = baselines
+        self.card = config.stash.get(CARD, None)  # that this pytest runs on, and that isn't there
         self.options = options
-        self.awaited: set[str] = set()  # baselines that collected tests will measure
+        self.awaited = config.stash.get(AWAITED, set())  # baselines that tests will measure
         self.root = config.rootpath  # frames of files below it are the user's
         self._test: MeasuredTest | None = None
         self._recording: Recording | None = None
@@ -56,8 +69,8 @@ class Running:
         """Comes after a skip was decided on and before fixtures are set up."""
         item.stash[_FINDINGS], item.stash[_SHOWN] = [], []
         plan = item.stash.get(PLAN, None)
-        if plan is None:
-            return
+        if plan is None or (plan.card is not None and self.card is None):
+            return  # it runs elsewhere: memtrace/budgets/dry.py
         if plan.error is not None:
             pytest.fail(plan.error, pytrace=False)
         self._recording = self._new_recording(item.nodeid)
@@ -104,16 +117,20 @@ class Running:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
+        error = None if call.excinfo is None else call.excinfo.value
+        if report.failed and self.card and self._recording and ran_out(error):
+            self._note_lack(item, self._recording, self.card)
         findings, shown = item.stash.get(_FINDINGS, []), item.stash.get(_SHOWN, [])
         if not findings:
             return report
         report.memory = [asdict(one) for one in findings]  # type: ignore[attr-defined]
         report.user_properties += properties(findings)
-        error = None if call.excinfo is None else call.excinfo.value
         if report.failed and isinstance(error, MemoryBudgetExceeded):
-            error.mark(report)
+            mark(report, error.headline)
         elif report.failed:
             for one in findings:
+                if one.label == FITS and one not in shown:
+                    mark(report, one.over[0])
                 if not one.good and one not in shown and one.text not in str(error):
                     add_section(report, one)
         item.stash[_SHOWN] = list(findings)
@@ -180,7 +197,12 @@ class Running:
     ) -> Finding:
         """As :func:`judge_stretches` does, for a test of this session."""
         return judge_stretches(
-            label, recording, parts, lambda limit: self._reference(item, label, limit), self.root
+            label,
+            recording,
+            parts,
+            lambda limit: self._reference(item, label, limit),
+            self.root,
+            self.card,
         )
 
     def note(self, item: pytest.Item, findings: list[Finding]) -> None:
@@ -190,11 +212,22 @@ class Running:
 
     def keep_baseline(self, item: pytest.Item, name: str, one: Finding | None) -> None:
         """Others can be measured by it; None: it failed."""
-        self._baselines.put(name, parameters(item), None if one is None else one.devices)
+        self.baselines.put(name, parameters(item), None if one is None else one.devices)
+
+    def _note_lack(self, item: pytest.Item, recording: Recording, card: str) -> None:
+        """The test ran out of its card's memory."""
+        with suppress(MemtraceError):  # then its own error says what is known
+            one = does_not_fit(recording, card, self.root)
+            if one is not None:
+                item.stash[_FINDINGS].append(one)
+
+    def trace(self, name: str) -> Path:
+        """Where the run of a test is kept."""
+        words = re.sub(r"[^\w.=-]+", "-", name.rpartition("/")[2]).strip("-")[:80]
+        return self.options.traces / f"{words}-{zlib.crc32(name.encode()):08x}.memtrace"
 
     def _new_recording(self, name: str) -> Recording:
-        words = re.sub(r"[^\w.=-]+", "-", name.rpartition("/")[2]).strip("-")[:80]
-        path = self.options.traces / f"{words}-{zlib.crc32(name.encode()):08x}.memtrace"
+        path = self.trace(name)
         try:
             start = self._config.invocation_params.dir
             return Recording(path, self.options.stacks, self._harness, start)
@@ -213,7 +246,7 @@ class Running:
         elsewhere = hasattr(self._config, "workerinput") and name in self.awaited
         patience = _WAIT_SECONDS if elsewhere else 0
         deadline = time.monotonic() + patience
-        while (found := self._baselines.get(name, parameters(item))) is None:
+        while (found := self.baselines.get(name, parameters(item))) is None:
             if time.monotonic() >= deadline:
                 raise MemtraceError(
                     f"baseline {name!r} was not measured in this session; what has "

@@ -27,11 +27,11 @@ class Baselines:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
 
     def put(self, name: str, parameters: str, values: Values | None) -> None:
         """Keep what was measured; None: its test failed before there was anything to measure."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         path = self._path(name, parameters)
         scratch = path.with_suffix(f".{os.getpid()}")
         scratch.write_text(json.dumps({"name": name, "values": values}), encoding="utf-8")
@@ -44,7 +44,7 @@ class Baselines:
             MemtraceError: it failed, or there are several and none of these parameters.
         """
         path = self._path(name, parameters)
-        paths = [path] if path.exists() else sorted(self._folder.glob(f"{_number(name)}-*.json"))
+        paths = [path] if path.exists() else sorted(self.folder.glob(f"{_number(name)}-*.json"))
         if not paths:
             return None
         if len(paths) > 1:
@@ -58,7 +58,7 @@ class Baselines:
         return values
 
     def _path(self, name: str, parameters: str) -> Path:
-        return self._folder / f"{_number(name)}-{_number(parameters)}.json"
+        return self.folder / f"{_number(name)}-{_number(parameters)}.json"
 
 
 def _number(text: str) -> str:

@@ -116,9 +116,18 @@ def judge(
 
 
 def finding(
-    label: str | None, blocks: Sequence[Block], verdicts: Sequence[Verdict], root: Path
+    label: str | None,
+    blocks: Sequence[Block],
+    verdicts: Sequence[Verdict],
+    root: Path,
+    card: str | None,
 ) -> Finding:
-    """All of it; ``root``: the folder whose frames are the user's."""
+    """All of it.
+
+    Args:
+        root: the folder whose frames are the user's.
+        card: the cards that the blocks' devices stand for; None: they are there.
+    """
     one = Finding(
         label=label,
         devices={block.device: dict(block.values) for block in blocks},
@@ -148,7 +157,8 @@ def finding(
             row, instant = _instant(block, over[0])
             top = [] if row is None else _foremost(block.top(row), over[0].limit.metric)[:_TOP]
             one.top += [_document(block.device, group) for group in top]
-            parts.append(_explain(block, here, row, instant, top, root))
+            device = block.device if card is None else f"{block.device} ({card}, planned)"
+            parts.append(_explain(block, device, here, row, instant, top, root))
     one.text = "\n\n".join(parts)
     return one
 
@@ -169,6 +179,7 @@ def _instant(block: Block, verdict: Verdict) -> tuple[int | None, str]:
 
 def _explain(
     block: Block,
+    device: str,
     verdicts: Sequence[Verdict],
     row: int | None,
     instant: str,
@@ -177,7 +188,7 @@ def _explain(
 ) -> str:
     where = "" if row is None or instant == "at the end" else f" {block.place(row).within}"
     lines = [
-        f"memory on {block.device}, beyond what was there before",
+        f"memory on {device}, beyond what was there before",
         "",
         *_budgets(verdicts),
         "",

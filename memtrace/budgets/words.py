@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from memtrace.components import TENSOR_COMPONENTS, base
+from memtrace.devices import choose
 from memtrace.errors import MemtraceError
 from memtrace.sizes import format_size, parse_rate, parse_size
 
@@ -18,7 +19,7 @@ from memtrace.sizes import format_size, parse_rate, parse_size
 SUMS = ("peak", "live", "end", "total")
 METRICS = (*SUMS, *TENSOR_COMPONENTS)
 SCOPES = ("test", "body")
-_OTHERS = ("phase", "tolerance", "scope", "warmup", "name")
+_OTHERS = ("phase", "tolerance", "scope", "warmup", "name", "device", "allocator")
 _FORMS = "write it as 300 MiB, 1.5 GiB, 2 GB (10⁹ bytes) or 4096 (bytes)"
 
 _SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
@@ -74,6 +75,8 @@ class Budget:
     scope: str = "test"
     warmup: int = 0
     name: str | None = None  # as a baseline for others
+    device: str | None = None  # cards that aren't there; None: what there is
+    allocator: str = ""  # PYTORCH_CUDA_ALLOC_CONF, on such cards
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,10 @@ def parse_budget(words: Mapping[str, Any], *, block: bool = False, default: bool
                 f"memory_budget doesn't know {word!r}; budgets are {', '.join(METRICS)}, "
                 f"and words for all of them {', '.join(_OTHERS)}"
             )
-    for word in ("scope", "warmup") if block else ("name",) if default else ():
+    marker_only = ("device", "allocator")
+    for word in (
+        ("scope", "warmup", *marker_only) if block else ("name", *marker_only) if default else ()
+    ):
         if word in words:
             where = "a with block, only to the marker" if block else "the default budget"
             raise MemtraceError(f"memory_budget({word}=…) doesn't belong to {where}")
@@ -115,7 +121,8 @@ def parse_budget(words: Mapping[str, Any], *, block: bool = False, default: bool
         if text is not None and (not isinstance(text, str) or not text):
             raise MemtraceError(f"memory_budget({word}={text!r}): {word} is a name")
     metrics = {word: value for word, value in words.items() if word not in _OTHERS}
-    if not metrics and name is None:
+    device, allocator = _card(words)
+    if not metrics and name is None and device is None:
         raise MemtraceError('memory_budget needs a budget, as in memory_budget(peak="300 MiB")')
     if phase is not None and "end" in metrics:
         raise MemtraceError("memory_budget(end=…) is about the end of a test, not of a phase")
@@ -136,7 +143,22 @@ def parse_budget(words: Mapping[str, Any], *, block: bool = False, default: bool
         scope=scope,
         warmup=_count("memory_budget", "warmup", words.get("warmup", 0), least=0),
         name=name,
+        device=device,
+        allocator=allocator,
     )
+
+
+def _card(words: Mapping[str, Any]) -> tuple[str | None, str]:
+    """A virtual card, or None, and the settings of its allocator."""
+    device, allocator = words.get("device"), words.get("allocator", "")
+    for word, text in (("device", device), ("allocator", allocator)):
+        if word in words and not isinstance(text, str):
+            raise MemtraceError(f"memory_budget({word}={text!r}): {word} is a text")
+    if device is not None:
+        choose(device)
+    elif allocator:
+        raise MemtraceError("memory_budget(allocator=…) needs device=…, the card that it is of")
+    return device, allocator
 
 
 def parse_plateau(words: Mapping[str, Any]) -> Plateau:

@@ -55,7 +55,7 @@ _SIGNALS = (
 #: si_code of a signal that the kernel made, as for Ctrl-C: the whole process group has got it.
 _SI_KERNEL = 0x80
 
-_STDOUT = 1
+_STDOUT, _STDERR = 1, 2
 
 #: How soon the command's end and signals to the launcher are noticed.
 _POLL_SECONDS = 0.01
@@ -87,6 +87,7 @@ def record(
     virtual_gpu: "VirtualGpu | FakeGpu | None" = None,
     notes: Mapping[str, Any] | None = None,
     stdout: int | None = None,
+    stderr: int | None = None,
 ) -> int:
     """Run ``command`` to its end and record it.
 
@@ -102,7 +103,7 @@ def record(
         finish: applies rules to the complete run; the lines that it returns are said.
         virtual_gpu: run it on these, virtual or fake ones, instead of the machine's own GPUs.
         notes: what else the run's manifest says, from the start.
-        stdout: file descriptor for the command's standard output; None: ours.
+        stdout, stderr: file descriptors for what the command prints; None: ours.
 
     Returns:
         The command's exit code, 128+n if signal n killed it, or 123 if it succeeded but no recorder
@@ -124,7 +125,7 @@ def record(
             environment = child.environment(folder, epoch_ns, {"stacks": stacks, "source": source})
             if virtual_gpu is not None:
                 environment |= virtual_gpu.variables
-            pid = _spawn(command, environment, mask, stdout)
+            pid = _spawn(command, environment, mask, {_STDOUT: stdout, _STDERR: stderr})
         # The machine's own GPUs aren't used where others stand in for them.
         nvml = None if virtual_gpu is not None else Nvml()
         sampler = Sampler(folder, pid, epoch_ns=epoch_ns, interval_ms=interval_ms, nvml=nvml)
@@ -277,17 +278,24 @@ def _spawn(
     command: Sequence[str],
     environment: Mapping[str, str],
     mask: Iterable[int],
-    stdout: int | None,
+    redirected: Mapping[int, int | None],
 ) -> int:
-    """Start the command and return its process id."""
+    """Start the command and return its process id.
+
+    Args:
+        redirected: file descriptors of ours for its own ones; None: the same.
+    """
     program = command[0]
-    redirected = [] if stdout is None else [(os.POSIX_SPAWN_DUP2, stdout, _STDOUT)]
     try:
         return os.posix_spawnp(
             program,
             list(command),
             environment,
-            file_actions=redirected,
+            file_actions=[
+                (os.POSIX_SPAWN_DUP2, ours, theirs)
+                for theirs, ours in redirected.items()
+                if ours is not None
+            ],
             setsigmask=mask,
             setsigdef=(signal.SIGPIPE, signal.SIGXFSZ),  # ignored by Python itself
         )

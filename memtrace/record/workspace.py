@@ -20,6 +20,9 @@ from memtrace.record.mode import Mode
 if TYPE_CHECKING:
     from memtrace.record.cuda import CudaSource
 
+#: pytest shows the program's frames, not ours.
+__tracebackhide__ = True
+
 _PRODUCTS = {
     f"aten::{name}"
     for name in (

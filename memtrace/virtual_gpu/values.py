@@ -40,6 +40,9 @@ from memtrace.virtual_gpu.values_mirrors import address
 from memtrace.virtual_gpu.values_rules import Kind, Rule, rule_of
 from memtrace.virtual_gpu.values_shapes import index, shaped
 
+#: pytest shows the program's frames, not ours.
+__tracebackhide__ = True
+
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _function_mode_active = torch._C._is_torch_function_mode_enabled
 

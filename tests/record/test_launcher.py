@@ -1,11 +1,12 @@
 """``memtrace record``: what it runs and what it returns."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.record.launching import LINGER, PYTHON, Launch, notices
+from tests.record.launching import LINGER, PYTHON, SCRIPTS, Launch, notices
 
 
 @pytest.mark.parametrize(
@@ -164,3 +165,8 @@ class TestWithTorch:
         samples = trace.samples["time_us"]
         # The last sample is at most one interval before the end.
         assert min(samples) < process.events["time_us"][spike] < max(samples) + 1_000_000
+
+
+def test_signals_that_another_thread_takes_are_not_waited_for() -> None:
+    """A dry run may be asked for by a program with threads."""
+    subprocess.run([PYTHON, SCRIPTS / "threaded.py"], check=True, timeout=60)
