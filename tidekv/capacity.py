@@ -5,6 +5,7 @@ takes the options of ``tidekv run`` and prints one JSON object, the fields of :c
 """
 
 import argparse
+import functools
 import gc
 import json
 import sys
@@ -169,27 +170,32 @@ def _longest(arguments: argparse.Namespace) -> Longest:
             loaded = running.load(arguments)
     except DeviceMemoryError:
         return Longest(0, STEP, ())
-    budget = arguments.budget
-
-    def probe(prompt: int) -> Probe:
-        if isinstance(budget, int):
-            arguments.budget = min(budget, prompt)
-        forget()
-        try:
-            with running.memory_errors():
-                read(arguments, loaded, prompt, f"Trying {prompt:,} tokens")
-        except DeviceMemoryError:
-            fits = False
-        else:
-            fits = True
-        return Probe(
-            prompt, fits, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        )
-
     forget()
     room = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+    budget = arguments.budget
     first = ceiling(max(8 * STEP, budget if isinstance(budget, int) else 0))
+    probe = functools.partial(tried, arguments, loaded)
     return search(probe, room=room, first=first, last=ceiling(arguments.up_to))
+
+
+def tried(arguments: argparse.Namespace, loaded: Any, prompt: int) -> Probe:
+    """Read a prompt of so many tokens with a loaded model, as if it were the first one."""
+    import torch
+
+    from tidekv import running
+
+    budget = arguments.budget
+    if isinstance(budget, int):  # a short prompt has no more rows
+        arguments = argparse.Namespace(**{**vars(arguments), "budget": min(budget, prompt)})
+    forget()
+    try:
+        with running.memory_errors():
+            read(arguments, loaded, prompt, f"Trying {prompt:,} tokens")
+    except DeviceMemoryError:
+        fits = False
+    else:
+        fits = True
+    return Probe(prompt, fits, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
 
 
 def read(arguments: argparse.Namespace, loaded: Any, prompt: int, description: str) -> None:

@@ -36,6 +36,8 @@ examples:
       --max-context
   tidekv plan --model llama-3.1-8b --prompt 131072 --budget 4096 --min-device
   tidekv plan --model llama-3.1-8b --prompt 131072 --budget 4096 --device l4-24g --fit
+  tidekv plan --model llama-3.1-8b --prompts 16384,65536,131072 --budget 4096 \\
+      --compare snapkv,tidekv
 
 Methods of --compare: snapkv (whole_prompt), mst (the same, MLP in pieces of 4,096 rows), tidekv
 (layer_major), published (layer_major_published), chunked, full (chunked, every row kept), online,
@@ -102,6 +104,11 @@ def add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         action="store_true",
         help="what makes the prompt fit the card, cheapest first, with layer_major",
     )
+    asked.add_argument(
+        "--prompts",
+        metavar="N,N,…",
+        help="the peaks of several lengths (default card: the largest)",
+    )
     command.add_argument(
         "-o",
         "--output",
@@ -121,6 +128,10 @@ def _plan(arguments: argparse.Namespace) -> None:
             from tidekv.fit_command import fitted
 
             fits = fitted(arguments, _SCHEMA)
+        elif arguments.prompts is not None:
+            from tidekv.curve_command import curves_answered
+
+            fits = curves_answered(arguments, _methods(arguments), _SCHEMA)
         else:
             fits = (_longest if arguments.max_context else _planned)(arguments)
     except MemtraceError as error:
@@ -131,6 +142,15 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> None:
+    if arguments.prompts is not None and (
+        arguments.max_context
+        or arguments.min_device
+        or arguments.fit
+        or arguments.torch
+        or arguments.output is not None
+        or arguments.prompt is not None
+    ):
+        raise TidekvError("--prompts keeps no run and goes with none but --compare and --device.")
     if arguments.max_context and (
         arguments.min_device or arguments.fit or arguments.output is not None
     ):
@@ -146,8 +166,9 @@ def _check(arguments: argparse.Namespace) -> None:
             raise TidekvError("--fit counts what goes over the bus, as the engine virtual does.")
     if arguments.min_device and arguments.compare:
         raise TidekvError("--min-device is about one method; drop --compare, or plan each.")
-    if arguments.max_context == (arguments.prompt is not None):
-        raise TidekvError("Give either --prompt N or --max-context.")
+    asked = (arguments.prompt is not None, arguments.max_context, arguments.prompts is not None)
+    if sum(asked) != 1:
+        raise TidekvError("Give either --prompt N, --prompts N,N,… or --max-context.")
     for name in ("prompt", "up_to", "batch"):
         value = getattr(arguments, name)
         if value is not None and not 1 <= value < 1 << 40:
@@ -156,14 +177,15 @@ def _check(arguments: argparse.Namespace) -> None:
         arguments.max_context
         or arguments.min_device
         or arguments.fit
+        or arguments.prompts is not None
         or arguments.allocator
         or arguments.torch
     ):
         raise TidekvError(
             "A plan for the CPU knows no limit and no allocator; drop --max-context, --min-device, "
-            "--fit, --allocator and --torch, or name a card."
+            "--fit, --prompts, --allocator and --torch, or name a card."
         )
-    if arguments.device is None and not arguments.min_device:
+    if arguments.device is None and not arguments.min_device and arguments.prompts is None:
         raise TidekvError("--device is missing: name a card of memtrace devices.")
 
 

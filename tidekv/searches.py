@@ -3,10 +3,13 @@
 import argparse
 import json
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tidekv.capacity import Longest, Probe
 from tidekv.cards import card_of, largest_card
+from tidekv.curve import Curve
 from tidekv.fitting import Fit, Try
 from tidekv.planning import check_ended, options, run
 
@@ -17,17 +20,22 @@ def longest(arguments: argparse.Namespace) -> Longest:
     Raises:
         TidekvError, SystemExit: as :func:`tidekv.planning.plan`.
     """
-    card_of(arguments.device)
-    words = [*options(arguments), "--device", "cuda", "--untrained"]
-    words += ["--up-to", str(arguments.up_to)]
-    with tempfile.TemporaryDirectory(prefix="tidekv-") as scratch:
-        out = Path(scratch) / "capacity.memtrace"
-        trace, said = run(arguments, ["tidekv.capacity", *words], out, source="none")
-        check_ended(trace)
-    found = json.loads(said)
-    return Longest(
-        found["prompt"], found["shorter_than"], tuple(Probe(**one) for one in found["probes"])
-    )
+    found = _found(arguments, "tidekv.capacity", "--up-to", str(arguments.up_to))
+    return Longest(found["prompt"], found["shorter_than"], _probes(found))
+
+
+def curve(arguments: argparse.Namespace, prompts: Sequence[int]) -> Curve:
+    """Peaks of prompts of these lengths.
+
+    Raises:
+        TidekvError, SystemExit: as :func:`tidekv.planning.plan`.
+    """
+    words = ("--prompts", ",".join(map(str, prompts)))
+    return Curve(_probes(_found(arguments, "tidekv.curve", *words)))
+
+
+def _probes(found: Mapping[str, Any]) -> tuple[Probe, ...]:
+    return tuple(Probe(**one) for one in found["probes"])
 
 
 def fit(arguments: argparse.Namespace) -> tuple[Fit, int | None]:
@@ -51,12 +59,19 @@ def fit(arguments: argparse.Namespace) -> tuple[Fit, int | None]:
 def _fit(arguments: argparse.Namespace, *more: str) -> Fit:
     card = card_of(arguments.device)
     arguments = argparse.Namespace(**{**vars(arguments), "engine": "virtual"})
-    words = [*options(arguments), "--device", "cuda", "--untrained", "--card", card.key]
-    words += ["--prompt", str(arguments.prompt), *more]
-    with tempfile.TemporaryDirectory(prefix="tidekv-") as scratch:
-        out = Path(scratch) / "fit.memtrace"
-        trace, said = run(arguments, ["tidekv.fitting", *words], out, source="none")
-        check_ended(trace)
-    found = json.loads(said)
+    words = ("--card", card.key, "--prompt", str(arguments.prompt), *more)
+    found = _found(arguments, "tidekv.fitting", *words)
     tries = tuple(Try(**one) for one in found["tries"])
     return Fit(found["room"], found["proposal"], tries)
+
+
+def _found(arguments: argparse.Namespace, module: str, *words: str) -> Mapping[str, Any]:
+    """What a module prints that reads several prompts on the card."""
+    card_of(arguments.device)
+    command = [module, *options(arguments), "--device", "cuda", "--untrained", *words]
+    with tempfile.TemporaryDirectory(prefix="tidekv-") as scratch:
+        out = Path(scratch) / "run.memtrace"
+        trace, said = run(arguments, command, out, source="none")
+        check_ended(trace)
+    found: Mapping[str, Any] = json.loads(said)
+    return found

@@ -1,9 +1,11 @@
 """``tidekv plan``: dry runs beside formulas, verdicts, and cards that suffice."""
 
 import json
+import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from memtrace.dryrun import dry_run
 from memtrace.trace.reader import open_trace
 from tests.virtual_gpu.running import described
 from tidekv.cards import candidates
+from tidekv.progress import LINES
 
 LLAMA = ("--model", "llama-3.1-8b", "--budget", "1024")
 ON_CARD = pytest.mark.skipif(
@@ -21,9 +24,17 @@ ON_CARD = pytest.mark.skipif(
 )
 
 
-def plan(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "tidekv", "plan", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+def plan(
+    *arguments: str | Path, environment: Mapping[str, str] | None = None
+) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "tidekv", "plan", *map(str, arguments)],
+        env={**os.environ, **(environment or {})},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +180,29 @@ def test_another_torch_s_allocator_is_modelled(plans: dict[str, Any], tmp_path: 
 
 
 @ON_CARD
+def test_peaks_of_several_lengths_are_those_of_each_alone(plans: dict[str, Any]) -> None:
+    """Up to the first that doesn't fit; a program is told how far it is."""
+    told = plan(
+        *(*LLAMA, "--prompts", "262144,131072,8192", "--device", "a100-40g"),
+        *("--schedule", "whole_prompt", "--json"),
+        environment={LINES: "1"},
+    )
+    assert told.returncode == 3, told.stderr
+    (found,) = json.loads(told.stdout)["methods"]
+    assert [(one["prompt"], one["fits"]) for one in found["probes"]] == [
+        (8192, True),
+        (131072, True),
+        (262144, False),
+    ]
+    alone = plans["snapkv"]
+    assert found["probes"][0]["allocated_peak"] == alone["peak"]["allocated"]
+    assert found["probes"][0]["reserved_peak"] == alone["reserved"]["peak"]
+    lines = [json.loads(line) for line in told.stderr.splitlines() if line.startswith("{")]
+    assert lines[0] == {"doing": "Trying 8,192 tokens", "done": 0, "total": 32}
+    assert lines[32]["done"] == 32
+
+
+@ON_CARD
 @pytest.mark.slow
 def test_the_longest_prompt_is_one_that_was_tried() -> None:
     told = plan(
@@ -191,7 +225,9 @@ def test_the_longest_prompt_is_one_that_was_tried() -> None:
     ("arguments", "sentence"),
     [
         (["--prompt", "4096"], "--device is missing"),
-        (["--device", "a100-40g"], "either --prompt N or --max-context"),
+        (["--device", "a100-40g"], "either --prompt N, --prompts N,N,… or --max-context"),
+        (["--prompts", "many"], "--prompts 'many' is no list of lengths"),
+        (["--prompts", "9", "--prompt", "9"], "--prompts keeps no run and goes with none but"),
         (["--prompt", "0", "--device", "a100-40g"], "--prompt must be at least 1"),
         (["--prompt", "9", "--device", "nothing-like-it"], "no card 'nothing-like-it'"),
         (["--prompt", "9", "--device", "a100-40g", "--compare", "mine"], "no method 'mine'"),
