@@ -6,8 +6,10 @@
     choice.py     which runs, devices and processes are shown (*subjects*), kept in the address
     load.py       runs, read once and shared by all sessions
     live.py       follows runs that are being recorded
-    replays.py    runs that readers made by replaying, shown like any other
-    replaying.py  the process that makes one of them
+    making.py     what readers make while they look, in processes of their own
+    replays.py    runs that they made by replaying, shown like any other
+    replaying.py  the process that makes one of these
+    plans.py      runs and curves that ``tidekv plan`` makes for them
     offline.py    the same charts as one page without a server (``memtrace export --to html``)
     views/        one module a page
     figures/      pure functions from analysis to a Plotly figure; ``style.py`` is how all look

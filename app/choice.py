@@ -47,7 +47,9 @@ def chosen(names: Mapping[str, str]) -> list[Subject | Unbooked]:
                 subjects += _subjects(name, run)
     for problem in problems:
         st.error(escaped(problem))
-    if not runs:
+    if not names:
+        st.info("No run is open: the page Plan makes some.")
+    elif not runs:
         st.info("Choose a run above.")
     if len(subjects) > MOST:
         st.warning(f"These are {len(subjects)} devices; the first {MOST} are shown.")

@@ -11,8 +11,8 @@ import streamlit as st
 from app import live, views
 from app.choice import chosen, named
 from app.load import Subject, Unbooked
+from app.making import made_runs, settle, welcome
 from app.parts import escaped
-from app.replays import replays, welcome
 
 st.set_page_config(page_title="memtrace", layout="wide")
 
@@ -23,7 +23,7 @@ def show(view: ModuleType) -> None:
     if view not in views.WITHOUT_EVENTS:
         shown = [one for one in subjects if isinstance(one, Subject)]
         left_out(one.name for one in subjects if isinstance(one, Unbooked))
-    if shown:
+    if shown or view in views.WITHOUT_RUNS:
         view.draw(shown)
 
 
@@ -40,8 +40,9 @@ def left_out(names: Iterable[str]) -> None:
 pages = [st.Page(partial(show, view), title=view.TITLE, url_path=view.PATH) for view in views.ALL]
 page = st.navigation(pages, position="top")
 began, versions = time.monotonic(), live.recording(sys.argv[1:])
-runs = named([*sys.argv[1:], *(str(one.folder) for one in replays())])
+runs = named([*sys.argv[1:], *(str(one.folder) for one in made_runs())])
 welcome(runs)
 subjects = chosen(runs)
 page.run()
+settle()
 live.follow(versions, time.monotonic() - began)

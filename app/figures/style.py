@@ -21,6 +21,8 @@ class Look:
 
 LIGHT = Look("#FFFFFF", "#222222", "#777777", "#E5E5E5", "#332288")
 DARK = Look("#15171C", "#EEEEEE", "#A0A0A0", "#363A42", "#6677CC")
+#: Of lines that stand for no component, in their order: Paul Tol's "bright", which both looks show.
+SERIES = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377")
 
 
 _AXIS = {"automargin": True, "ticks": "", "title": {"standoff": 15}, "zerolinewidth": 2}

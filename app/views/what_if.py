@@ -7,8 +7,9 @@ import pandas as pd
 import streamlit as st
 
 from app.load import Subject
+from app.making import say_problems, under_way, wait_for
 from app.parts import escaped, table
-from app.replays import Replay, of, replay, wait_for
+from app.replays import Replay, of, replay
 from memtrace.allocator.settings import NEWEST, OLDEST
 from memtrace.allocator.sweep import GRID
 from memtrace.analysis.what_if import Change
@@ -50,12 +51,11 @@ def draw(subjects: Sequence[Subject]) -> None:
         )
         torch.selectbox("Rules of torch", [_OWN, *_VERSIONS], key="torch", accept_new_options=True)
         st.form_submit_button("Replay", type="primary", on_click=_replay, args=(subject,))
-    for problem in st.session_state.pop("problems", ()):
-        st.error(escaped(problem))
+    say_problems()
     found = of(subject)
     running = [one for one in found if one.running]
     if running:
-        _under_way(running)
+        under_way(running)
     made = [one for one in found if not one.running]
     if made:
         _compared(subject, made)
@@ -77,17 +77,6 @@ def _replay(subject: Subject) -> None:
     )
     change = Change("" if conf == _NONE else conf, device, torch)
     wait_for(replay(subject, change))
-
-
-@st.fragment(run_every=0.5)
-def _under_way(running: Sequence[Replay]) -> None:
-    """How far they are; once one has ended the page is drawn anew, with the run that it made."""
-    for number, one in enumerate(running):
-        bar, cancel = st.columns([6, 1], vertical_alignment="bottom")
-        bar.progress(one.share, f"Replaying {escaped(one.name)}")
-        cancel.button("Cancel", key=f"cancel {number}", on_click=one.cancel)
-    if not all(one.running for one in running):
-        st.rerun()
 
 
 def _compared(subject: Subject, made: Sequence[Replay]) -> None:

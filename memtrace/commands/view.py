@@ -16,7 +16,7 @@ HELP = "look at runs in a browser"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="runs made by memtrace record")
+    parser.add_argument("runs", metavar="RUN", nargs="*", help="runs (none: plan one there)")
     parser.add_argument("--port", type=int, metavar="N", help="default: the first free from 8501")
     parser.add_argument("--no-browser", action="store_true", help="only serve; open no browser")
 

@@ -34,6 +34,7 @@ CHARTS: dict[str, dict[str, str | None]] = {
         "requests": ".st-key-requests .scatterlayer path",
         "allocations": ".st-key-hot-spots .bars path",
         "what-if": None,
+        "plan": None,
     }
 }
 CHARTS["virtual"] = CHARTS["demo"] | {"fragmentation": ".st-key-segments .scatterlayer .fills path"}

@@ -14,7 +14,8 @@ pytest.importorskip("streamlit")
 import streamlit as st
 from streamlit.testing.v1 import AppTest
 
-from app.replays import replays
+from app.making import made_runs
+from app.replays import Replay
 from app.views.fragmentation import PATH as FRAGMENTATION
 from app.views.what_if import PATH
 from tests.analysis.simulated import MiB, Program
@@ -73,7 +74,7 @@ def test_a_replay_is_made_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> No
     app.selectbox(key="device").select("l4-24g")
     replayed(app)
     replayed(app)
-    assert [one.change.device for one in replays()] == ["l4-24g"]
+    assert [one.change.device for one in made_runs() if isinstance(one, Replay)] == ["l4-24g"]
     assert app.table[0].value["failed"].tolist() == ["1", "0"]
 
 
@@ -85,11 +86,11 @@ def test_a_replay_under_way_says_how_far_it_is_and_is_cancelled(
     def stand_in(_words: list[str], **options: Any) -> Popen[str]:
         return Popen([sys.executable, "-c", started], **options)
 
-    monkeypatch.setattr("app.replays.Popen", stand_in)
+    monkeypatch.setattr("app.making.Popen", stand_in)
     app = opened(monkeypatch, [str(run)], PATH)
     app.button[0].click().run()
     [bar] = app.get("progress")
-    assert bar.proto.text == "Replaying pieces, as recorded"
+    assert bar.proto.text == "Making pieces, as recorded"
     [cancel] = [one for one in app.button if one.label == "Cancel"]
     cancel.click().run()
     assert not app.error and not app.table and not app.get("progress")
@@ -115,7 +116,7 @@ def test_what_cannot_be_replayed_is_said(run: Path, monkeypatch: pytest.MonkeyPa
     replayed(app)
     [said] = [error.value.replace("\\", "") for error in app.error]
     assert said.startswith("'large_segment_size_mb' is no setting of torch 2.1's allocator")
-    assert not replays() and not app.table
+    assert not made_runs() and not app.table
 
 
 def test_of_several_runs_one_is_replayed(

@@ -1,6 +1,9 @@
 """Dry runs of any command."""
 
+import json
+import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from memtrace.dryrun import dry_run
 from memtrace.errors import MemtraceError
 from memtrace.render import facts
 from memtrace.trace.reader import Trace
+from tests.synthetic import prefill
 
 SCRIPT = """
 import torch
@@ -47,6 +51,47 @@ def test_the_run_is_marked_with_what_it_rests_on(planned: tuple[Trace, str]) -> 
 
 def test_settings_and_output_are_the_command_s(planned: tuple[Trace, str]) -> None:
     assert planned[1] == "True\n"
+
+
+def test_a_planned_run_stands_beside_a_recorded_one(
+    planned: tuple[Trace, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In comparisons and in the viewer: which one is planned is said, and no number made up."""
+    recorded = prefill().write(tmp_path / "recorded.memtrace")
+    folders = [str(planned[0].folder), str(recorded)]
+    told = subprocess.run(
+        [sys.executable, "-m", "memtrace", "compare", *folders, "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    compared = json.loads(told.stdout)
+    assert [one["knowledge"] for one in compared["runs"]] == ["virtual", "measured"]
+    assert any("run virtual, recorded measured" in text for text in compared["warnings"])
+    (difference,) = compared["differences"]
+    assert difference["at_peak"]["external"] is None
+    assert difference["at_peak"]["process"] is None
+    assert difference["at_peak"]["allocated"] is not None
+    pytest.importorskip("streamlit")
+    from tests.app.opening import opened
+
+    app = opened(monkeypatch, folders)
+    assert any("run virtual, recorded measured" in one.value for one in app.warning)
+    equation = app.table[0].value
+    for term in ("external", "process (2)"):
+        row = [text.replace("\\", "") for text in equation.loc[_escaped(term, equation.index)]]
+        assert row[0] == row[2] == "unknown"
+        assert row[1] != "unknown"
+    facts_of = app.table[-1].value
+    assert "by the engine virtual" in facts_of.loc["planned"].iloc[0]
+    assert facts_of.loc["planned"].iloc[1] == ""
+    for page in ("timeline", "fragmentation", "allocations", "what-if"):
+        assert not opened(monkeypatch, folders, page).error
+
+
+def _escaped(name: str, index: Iterable[str]) -> str:
+    """How a table of the viewer has it."""
+    return next(one for one in index if one.replace("\\", "") == name)
 
 
 @pytest.mark.parametrize(
