@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from memtrace import fake_gpu
-from memtrace.allocator.settings import Settings, parse_version
+from memtrace.allocator.settings import Settings, environment_of, parse_version
 from memtrace.devices import Device, choose
 from memtrace.errors import MemtraceError
 from memtrace.fake_gpu.cards import FakeGpu
@@ -27,9 +27,6 @@ from memtrace.virtual_gpu.torches import version_of
 
 #: ``auto``: virtual where it runs, else fake.
 ENGINES = ("auto", "virtual", "fake")
-
-#: PyTorch reads the first of these that is set; which one comes first depends on its version.
-_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 #: What a plan of each engine rests on.
 _MODELLED = {
@@ -90,7 +87,7 @@ def dry_run(
     if allocator:
         Settings.parse(allocator, parse_version(version_of(command)))
     gpu = _prepared(engine, cards, command)
-    added = {**(variables or {}), **gpu.variables, **dict.fromkeys(_SETTINGS, allocator)}
+    added = {**(variables or {}), **gpu.variables, **environment_of(allocator)}
     added |= {UNFOLLOWED: "" if follow_values else "1"}
     record(
         command,

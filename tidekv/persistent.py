@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from memtrace.allocator.settings import environment_of
 from memtrace.sizes import format_size
 from tidekv import workloads
 from tidekv.errors import TidekvError
@@ -121,7 +122,7 @@ def _run(
         *("--requests", str(requests), "--model", "llama-3.1-8b", "--device", "cuda"),
         *("--budget", "4096", *_SCORING, *_METHODS[method]),
     ]
-    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": _ALLOCATORS[allocator]}
+    environment = os.environ | environment_of(_ALLOCATORS[allocator])
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8") as said,
         subprocess.Popen(

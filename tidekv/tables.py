@@ -16,6 +16,7 @@ from os import environ
 from pathlib import Path
 from typing import Any
 
+from memtrace.allocator.settings import environment_of
 from memtrace.virtual_gpu.launch import environment
 from tidekv import planning
 from tidekv.cards import card_of
@@ -229,9 +230,8 @@ def measure(
     for case in cases:
         by_place.setdefault(_place(case), []).append(case)
     for (device, allocator, _), together in by_place.items():
-        # The first of these that is set counts; which one comes first depends on the version.
-        settings = dict.fromkeys(("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), allocator)
-        added = {**environment([device]), **settings, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+        added = environment([device]) | environment_of(allocator) | quiet
         for line, case in zip(_measured(together, environ | added), together, strict=True):
             found[case] = Measured(**json.loads(line))
             done()

@@ -38,6 +38,16 @@ OLDEST: Version = (2, 1)
 _PLAIN = (0,) * 16
 
 
+#: The variables of which PyTorch reads the first that is set; which comes first depends on its
+#: version.
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def environment_of(settings: str) -> dict[str, str]:
+    """What makes every PyTorch take these settings; empty ones are its defaults."""
+    return dict.fromkeys(_VARIABLES, settings)
+
+
 class SettingsError(MemtraceError):
     """A settings string that PyTorch refuses."""
 
