@@ -35,9 +35,9 @@ _CARDS = ("rtx-4090-24g", "a100-40g")
 def draw(subjects: Sequence[Subject | Unbooked]) -> None:
     """A form, and what came of each question; ``subjects`` don't matter."""
     st.markdown(
-        "A prefill runs on a card that isn't there: PyTorch's own dispatcher and allocator over "
-        "stand-ins for the CUDA libraries. What comes of it is a run like any other: it is added "
-        "to the runs above, for every page. Nothing is computed, so times mean nothing."
+        "A prefill runs on a card that isn't there: a virtual GPU, or where that doesn't run a "
+        "fake one. What comes of it is a run like any other: it is added to the runs above, for "
+        "every page. Nothing is computed, so times mean nothing."
     )
     try:
         cards = catalogue()
