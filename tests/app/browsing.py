@@ -76,3 +76,22 @@ def browsing(url: str, width: int = 1280, scheme: str = "light") -> Iterator[Any
     local = (f"http://{host}/", f"ws://{host}/", "data:", "blob:")
     assert [address for address in asked if not address.startswith(local)] == []
     assert errors == []
+
+
+#: Nothing has been on its way for half a second: the script has run, no box says that a part is
+#: loading, and each chart is drawn. Between two of these there may be a moment of peace.
+_STILL = """() => {
+    const moving = !document.querySelector("[data-test-script-state=notRunning]")
+        || document.querySelector(
+            "[data-testid=stSkeleton], [data-testid=stAppSkeleton], [data-testid=stSpinner], "
+            + "[data-testid=stStatusWidget], [data-stale=true], .stPlotlyChart:not(:has(.main-svg))"
+        );
+    if (moving || !window.stillSince) window.stillSince = performance.now();
+    return performance.now() > window.stillSince + 500;
+}"""
+
+
+def settle(page: Any) -> None:
+    """Wait until the page is whole."""
+    page.evaluate("window.stillSince = 0")
+    page.wait_for_function(_STILL)

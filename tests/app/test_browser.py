@@ -2,13 +2,16 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 from xml.etree import ElementTree
 
 import pytest
 
 pytest.importorskip("streamlit")
 
-from tests.app.browsing import browsing, serving
+from tests.app.browsing import browsing, serving, settle
 from tests.synthetic import History, prefill
 
 
@@ -36,12 +39,47 @@ def test_pages_are_drawn_and_charts_are_saved(runs: list[Path], tmp_path: Path) 
         )
         for peak in ("peak 7.7 MiB", "peak 5.4 MiB"):
             assert page.locator(".st-key-timeline").get_by_text(peak, exact=True).count() == 1
+        for address in ("x", "timeline/x/y"):
+            with pytest.raises(HTTPError, match="Not Found") as missing:
+                urlopen(f"{url}/{address}")
+            assert missing.value.read().startswith(f"/{address} is no page of memtrace".encode())
+        with pytest.raises(HTTPError, match="Bad Request"):
+            urlopen(Request(url, headers={"Host": "example.org"}))
     table = (tmp_path / "memtrace-equation.csv").read_text().splitlines()
     assert table[0] == "run,term,at the peak,own peak"
     drawn = ElementTree.parse(tmp_path / "memtrace-equation.svg").getroot()
     texts = {text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")}
     assert {"KV_res", "tide − snapkv"} <= texts
     assert (tmp_path / "memtrace-equation.png").read_bytes().startswith(b"\x89PNG")
+
+
+def tab_to(page: Any, label: str) -> None:
+    """Move the focus on by the keyboard until what has that label has it."""
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.ariaLabel") == label:
+            return
+    raise AssertionError(f"no Tab leads to {label}")
+
+
+@pytest.mark.slow
+def test_a_timeline_is_explored_by_keys_alone(runs: list[Path], tmp_path: Path) -> None:
+    with serving(tmp_path, *runs) as (_, url), browsing(f"{url}/timeline") as page:
+        settle(page)
+        for label, typed, address in (
+            ("From", "0.01", "from=0.01"),
+            ("To", "0.02", "to=0.02"),
+            ("Instant A", "0.015", "at=0.015"),
+        ):
+            tab_to(page, label)
+            page.keyboard.type(typed)
+            page.keyboard.press("Enter")
+            page.wait_for_url(f"**{address}**")
+            settle(page)
+        page.keyboard.press("ArrowUp")  # by a hundredth of the whole
+        page.wait_for_url("**at=0.01553**")
+        page.get_by_text("Alive at A").wait_for()
+        page.locator(".st-key-timeline").get_by_text("highest here").first.wait_for()
 
 
 @pytest.mark.slow

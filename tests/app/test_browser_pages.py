@@ -20,7 +20,7 @@ import tidekv
 from app import views
 from memtrace import scopes
 from memtrace.record.here import record_here
-from tests.app.browsing import browsing, serving
+from tests.app.browsing import browsing, serving, settle
 from tests.app.test_odd_runs import ODD
 from tests.test_end_to_end import untrained
 
@@ -40,10 +40,8 @@ CHARTS: dict[str, dict[str, str | None]] = {
 CHARTS["virtual"] = CHARTS["demo"] | {"fragmentation": ".st-key-segments .scatterlayer .fills path"}
 
 
-#: Nothing is on its way.
-STILL = """() => !document.querySelector(
-    "[data-testid=stStatusWidget], [data-testid=stSkeleton], [data-stale=true]"
-)"""
+#: How many pixels a page is high.
+HEIGHT = "document.querySelector('[data-testid=stMain]').scrollHeight"
 #: By how many pixels a page is wider than the window.
 ACROSS = """() => {
     const main = document.querySelector("[data-testid=stMain]");
@@ -95,10 +93,12 @@ def keep(page: Any, name: str) -> None:
     folder = os.environ.get("MEMTRACE_SCREENSHOTS")
     if folder is None:
         return
-    width = page.viewport_size["width"]
-    height = page.evaluate("document.querySelector('[data-testid=stMain]').scrollHeight")
-    page.set_viewport_size({"width": width, "height": max(height, 1000)})
-    page.wait_for_timeout(1500)
+    width, seen = page.viewport_size["width"], 0
+    while (height := page.evaluate(HEIGHT)) > seen:  # what comes into view may grow
+        page.set_viewport_size({"width": width, "height": height})
+        page.wait_for_timeout(500)  # until charts know their width
+        settle(page)
+        seen = height
     page.screenshot(path=Path(folder) / f"{name}.png")
     page.set_viewport_size({"width": width, "height": 1000})
 
@@ -122,7 +122,7 @@ def test_each_page_opens_by_its_address(pair: tuple[str, str], width: int, schem
                 page.get_by_text(text).first.wait_for()
             else:
                 page.locator(drawn).first.wait_for(state="attached")
-            page.locator("[data-stale=true]").first.wait_for(state="detached")
+            settle(page)
             assert page.locator("[data-testid=stException]").count() == 0
             keep(page, f"{name}-{path}-{width}-{scheme}")
 
@@ -146,9 +146,10 @@ def test_odd_runs_fit_the_page(name: str, tmp_path: Path) -> None:
                 for path in (view.PATH for view in views.ALL):
                     page.goto(f"{url}/{path}?{ODDER[name]}")
                     page.get_by_text("Runs", exact=True).wait_for()
-                    page.wait_for_function(STILL)
+                    settle(page)
                     assert page.locator("[data-testid=stException]").count() == 0
                     assert page.evaluate(ACROSS) <= 0
+                    assert page.locator("[data-testid=stMain] a[target=_blank]").count() == 0
                     keep(page, f"{name}-{path}-{width}-{scheme}")
 
 

@@ -1,5 +1,6 @@
 """The page of the timelines."""
 
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,13 @@ import pytest
 
 pytest.importorskip("streamlit")
 
+import numpy as np
 from streamlit.testing.v1 import AppTest
 
 from app.views.timeline import PATH
 from memtrace.analysis.document import document
 from memtrace.analysis.summary import summarise
+from memtrace.sizes import format_size
 from memtrace.trace.reader import open_trace
 from memtrace.trace.schema import Action
 from tests.app.opening import figure, opened, words
@@ -84,6 +87,27 @@ def test_at_the_peak_is_alive_what_the_report_says(
     sizes = dict(zip(icicle["labels"], icicle["values"], strict=True))
     assert sizes["allocated"] == reported["allocated"]
     assert sizes["Act"] == reported["components"]["Act"]
+
+
+def test_the_stacks_have_the_numbers_of_the_report(
+    runs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = figure(opened(monkeypatch, runs, PATH), "timeline")["data"]
+    for number, run in enumerate(runs):
+        reported = document(summarise(open_trace(run)), top=0)["peak"]
+        own = [one for one in drawn if one["xaxis"] == ("x", "x2")[number]]
+        lines = {
+            one["name"]: np.frombuffer(b64decode(one["y"]["bdata"]), one["y"]["dtype"])
+            for one in own
+            if one.get("stackgroup") or one["name"] == "allocated"
+        }
+        top = lines["allocated"].argmax()
+        sizes = {name: round(float(line[top]) * 2**20) for name, line in lines.items()}
+        expected = {name: size for name, size in reported["components"].items() if name in sizes}
+        assert sizes == expected | {"allocated": reported["allocated"]}
+        assert sum(expected.values()) == reported["allocated"]
+        [peak] = [one for one in own if one["name"] == "peak"]
+        assert peak["text"] == [f"peak {format_size(reported['allocated'])}"]
 
 
 def test_an_instant_lists_what_is_alive_there(

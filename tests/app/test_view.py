@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import app
 from memtrace.cli import main
 from tests.app.browsing import serving
 from tests.synthetic import prefill
@@ -76,7 +77,11 @@ def test_a_port_that_is_taken_is_said(run: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.8, 1.6, 2.4])
 def test_ctrl_c_while_it_starts_ends_it_quietly(seconds: float, run: Path) -> None:
-    words = [sys.executable, "-m", "app", "run", "server.py", "--", str(run)]
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    page = Path(app.__file__).with_name("server.py")
+    options = ["--server.address=127.0.0.1", "--server.headless=true", f"--server.port={port}"]
+    words = [sys.executable, "-m", "app", "run", str(page), *options, "--", str(run)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as server:
         time.sleep(seconds)
         server.send_signal(signal.SIGINT)
