@@ -18,7 +18,7 @@ from memtrace.trace import SUFFIX
 
 _Part = TypeVar("_Part")
 
-_LONGEST = 40  # signs of a name: a third of the width of a page of 1280 pixels
+_LONGEST = 36  # signs of a name: a third of the width of a page of 1280 pixels
 
 
 def chosen(names: Mapping[str, str]) -> list[Subject | Unbooked]:

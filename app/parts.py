@@ -1,5 +1,6 @@
 """What pages are made of: the one way to show a chart, a table and a text of a trace."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -260,9 +261,14 @@ def _nothing() -> None:
     """Never called: the page is there already."""
 
 
+#: By what Markdown knows an address that nothing marks as one, in escaped text.
+_ADDRESS = re.compile(r"\\:(?=//)|(?<=www)\.|@", re.IGNORECASE)
+
+
 def escaped(text: str) -> str:
-    """Names in a trace are text, not Markdown."""
-    return "".join(f"\\{sign}" if sign in r"\`*_{}[]<>()#+|~$:" else sign for sign in visible(text))
+    """Names in a trace are text, not Markdown; nor links, which no backslash would prevent."""
+    signs = (f"\\{sign}" if sign in r"\`*_{}[]<>()#+|~$:&" else sign for sign in visible(text))
+    return _ADDRESS.sub(r":color[\g<0>]{}", "".join(signs))  # a part of no colour of its own
 
 
 def table(frame: pd.DataFrame) -> None:

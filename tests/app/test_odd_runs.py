@@ -134,6 +134,7 @@ def frees_of_what_is_unknown(folder: Path) -> list[str]:
 def strange_names(folder: Path) -> list[str]:
     """What Markdown, LaTeX, HTML or a page could take for something else, and two equal names."""
     strange = "$x^2$ *b* <script>alert(1)</script> [a](b) `c` :smile: | ~~s~~ 漢 \u202e &amp; "
+    strange += "https://example.org www.example.org me@example.org "
     runs = []
     for place in ("one", "two"):
         history = History()

@@ -70,7 +70,7 @@ def test_names_in_a_trace_are_not_markdown(tmp_path: Path, monkeypatch: pytest.M
     with history.scope("module", "model.*_[x](http://example.org)"):
         history.alloc(100, "Act")
     app = opened(monkeypatch, [str(history.write(tmp_path / "odd"))], PATH)
-    assert r"\[x\]\(http\://example.org\)" in app.table[2].value.iloc[0, -1]
+    assert r"\[x\]\(http:color[\:]{}//example.org\)" in app.table[2].value.iloc[0, -1]
 
 
 def test_one_event_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
