@@ -320,12 +320,12 @@ def _of_exhaustion(
     if request.total is not None:
         outside = request.total - request.free - found.reserved
         held += f", {format_size(outside)} are used outside the allocator"
+    said = f"{asked} and {format_size(missing)} are missing however memory is arranged: {held}."
     components = {name: one.read_one(request.event) for name, one in account.components.items()}
     largest = max(components, key=lambda name: components[name])
-    return (
-        f"{asked} and {format_size(missing)} are missing however memory is arranged: {held}. The "
-        f"largest part is {largest} with {format_size(components[largest])}."
-    )
+    if components[largest]:
+        said += f" The largest part is {largest} with {format_size(components[largest])}."
+    return said
 
 
 def _of_private(asked: str, request: Request, found: Parts, fit: int | None) -> str:

@@ -109,6 +109,13 @@ def test_the_words_have_the_numbers(tmp_path: Path) -> None:
     assert "1.50 GiB are free in private pools" in words[Kind.PRIVATE]
 
 
+def test_where_nothing_is_allocated_no_part_is_the_largest(tmp_path: Path) -> None:
+    program = Program(2 * GiB, outside=1 * GiB)
+    assert program.alloc(1500 * MiB) == 0
+    said = failure(program, tmp_path).verdict
+    assert "0 B are allocated" in said and "largest part" not in said
+
+
 def test_a_block_that_still_waits_is_pending_too(tmp_path: Path) -> None:
     program = Program(2 * GiB)
     waits = program.alloc(700 * MiB)
