@@ -134,7 +134,7 @@ def made_runs() -> list[Making]:
 
 def place(name: str) -> Path:
     """For a run of this name, in a folder of its own."""
-    safe = name.replace("/", "_")[:200]
+    safe = name.replace("/", "_").encode()[:200].decode(errors="ignore")
     return Path(tempfile.mkdtemp(dir=_shelf().folder)) / f"{safe}{SUFFIX}"
 
 

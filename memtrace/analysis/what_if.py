@@ -6,7 +6,7 @@ from pathlib import Path
 
 from memtrace.allocator.replay import write_replay
 from memtrace.allocator.requests import Requests, requests_of, version_of
-from memtrace.allocator.settings import Settings, parse_version
+from memtrace.allocator.settings import NEWEST, Settings, parse_version
 from memtrace.allocator.simulation import ENDLESS, Outcome, Progress, Setup
 from memtrace.analysis.accounts import Account
 from memtrace.analysis.recorded import setup_of
@@ -102,8 +102,10 @@ def replayed(
 
 def conditions(requests: Requests, setup: Setup, option: str | None = None) -> list[str]:
     """What a replay takes for granted, in words; ``option``: how to give a size that it lacks."""
-    torch = ".".join(map(str, setup.torch))
-    rules = f"By the rules of torch {torch}"
+    known, asked = (".".join(map(str, one)) for one in (min(setup.torch, NEWEST), setup.torch))
+    rules = f"By the rules of torch {known}"
+    if known != asked:
+        rules += f", the newest that was checked, and not of {asked}"
     if version_of(requests.process) is None:
         rules += ", since the run doesn't say which it had"
     if setup.total == ENDLESS:

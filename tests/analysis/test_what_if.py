@@ -72,3 +72,5 @@ def test_what_ran_on_a_cpu_has_no_limit(tmp_path: Path) -> None:
     requests = requests_of(account.process, account.device)
     assert conditions(requests, Setup(), "--memory")[0].endswith("isn't known (--memory).")
     assert Setup().total == ENDLESS
+    newer = conditions(requests, Setup(torch=(9, 9)))[0]
+    assert newer.startswith("By the rules of torch 2.15, the newest that was checked, and not of")

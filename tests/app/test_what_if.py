@@ -14,8 +14,9 @@ pytest.importorskip("streamlit")
 import streamlit as st
 from streamlit.testing.v1 import AppTest
 
+from app.load import Subject
 from app.making import made_runs
-from app.replays import Replay
+from app.replays import Replay, of
 from app.views.fragmentation import PATH as FRAGMENTATION
 from app.views.what_if import PATH
 from tests.analysis.simulated import MiB, Program
@@ -95,6 +96,20 @@ def test_a_replay_under_way_says_how_far_it_is_and_is_cancelled(
     cancel.click().run()
     assert not app.error and not app.table and not app.get("progress")
     assert app.multiselect(key="run").value == ["pieces"]
+
+
+def test_a_replay_that_ends_while_the_page_is_drawn_is_added(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(subject: Subject) -> list[Replay]:
+        while any(one.running for one in of(subject)):
+            time.sleep(0.1)
+        return of(subject)
+
+    monkeypatch.setattr("app.views.what_if.of", late)
+    app = opened(monkeypatch, [str(run)], PATH)
+    app.button[0].click().run()
+    assert app.multiselect(key="run").value == ["pieces", "pieces, as recorded"]
 
 
 def test_a_run_of_a_cpu_is_replayed_on_a_gpu(
