@@ -19,7 +19,7 @@ PAIR = ("llama-snapkv", "llama-tidekv")
 SERVED = ("served",)
 #: Of each picture: its runs, the address that it shows, and how many pixels it is high.
 PICTURES = {
-    "overview": (PAIR, "", 800),
+    "overview": (PAIR, "", 830),
     "timeline": (PAIR, "timeline?by=layer", 860),
     "fragmentation": (PAIR, "fragmentation", 930),
     "requests": (SERVED, "requests?which=r0042", 1230),

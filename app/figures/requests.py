@@ -281,6 +281,8 @@ def _name_slopes(
                 yshift=-13 if measure.name == "allocated" else 13,
                 showarrow=False,
                 font={"color": look.accent},
+                bgcolor=look.background,  # a steep slope is behind it
+                opacity=0.9,
                 row=row,
                 col=column,
             )

@@ -99,6 +99,10 @@ def timelines(
             figure.add_trace(trace.update(axes))
         for trace in _rulers(rulers[number], scale, look):
             figure.add_trace(trace.update(axes | {"yaxis": f"y{_ruler_of(number)}"}))
+        if kinds and not rulers[number]:  # of an axis without a trace the labels aren't drawn
+            nothing = go.Bar(orientation="h", y=kinds, x=[0] * len(kinds), hoverinfo="skip")
+            nothing.update(base=scale.view[0], showlegend=False, name="no step")
+            figure.add_trace(nothing.update(axes | {"yaxis": f"y{_ruler_of(number)}"}))
         _lay_out(figure, number, panel.name, grid, scale, unit)
         figure.layout[f"yaxis{_ruler_of(number)}"].update(
             categoryarray=kinds, tickvals=kinds, range=(len(kinds) - 0.5, -0.5)
@@ -221,16 +225,17 @@ def _lay_out(
         y=top,
         xref="paper",
         yref="paper",
+        xanchor="center",
         yanchor="bottom",
         showarrow=False,
     )
 
 
 def _ticks(scale: Scale) -> dict[str, Any]:
-    """Few names of steps in place of numbers; none where the axis has numbers."""
-    if not scale.names:
-        return {}
+    """Few names of steps in place of numbers, or numbers that don't reach into the next panel."""
     low, high = scale.view
+    if not scale.names:
+        return {"ticklabeloverflow": "hide past domain" if low else "allow"}
     within = [at for at in range(len(scale.names)) if low <= at <= high]
     some = within[:: ceil(len(within) / _MOST_TICKS) or 1]
     return {"tickvals": some, "ticktext": [plain(scale.names[at]) for at in some], "tickangle": 0}

@@ -142,6 +142,12 @@ def test_rulers_of_one_kind_are_in_one_row_in_every_panel(panels: list[Panel]) -
     assert figure.layout.barmode == "overlay"  # or else bars leave their row
 
 
+def test_rulers_are_named_beside_a_run_without_steps_too(panels: list[Panel]) -> None:
+    figure = drawn(replace(panels[0], rulers=()), panels[1])
+    [bar] = [one for one in figure.data if one.yaxis == "y101"]
+    assert list(bar.y) == ["phase", "layer"] and not any(bar.x)
+
+
 def test_rulers_above_a_stack_say_what_the_program_did(panels: list[Panel]) -> None:
     found = rulers(drawn(*panels))
     assert list(found["phase"].text) == ["prefill"]
