@@ -84,9 +84,15 @@ def dry_run(
     cards = [] if device == "cpu" else choose(device)
     if device == "cpu" and (allocator or engine == "virtual"):
         raise MemtraceError("the CPU is planned by the engine fake, and has no allocator settings")
+    settings = Settings()
     if allocator:
-        Settings.parse(allocator, parse_version(version_of(command)))
+        settings = Settings.parse(allocator, parse_version(version_of(command)))
     gpu = _prepared(engine, cards, command)
+    if isinstance(gpu, FakeGpu) and settings.backend != "native":
+        raise MemtraceError(
+            f"the engine fake doesn't model the allocator {settings.backend}, whose memory the "
+            "driver manages; use the engine virtual"
+        )
     added = {**(variables or {}), **gpu.variables, **environment_of(allocator)}
     added |= {UNFOLLOWED: "" if follow_values else "1"}
     record(

@@ -128,7 +128,6 @@ def _devices(properties: list[Properties]) -> dict[str, Callable[..., Any]]:
         "getDefaultStream": lambda device: (0, device, streams.CUDA),
         "setStream": streams.set_stream,
         "isCurrentStreamCapturing": lambda: False,
-        "clearCublasWorkspaces": nothing,
     }
 
 
@@ -151,6 +150,7 @@ def _memory(memory: FakeMemory) -> dict[str, Callable[..., Any]]:
 
     return {
         "emptyCache": empty_cache,
+        "clearCublasWorkspaces": memory.clear_workspaces,
         "memoryStats": memory.statistics,
         "resetPeakMemoryStats": lambda device: memory.reset(device, peaks=True),
         "resetAccumulatedMemoryStats": lambda device: memory.reset(device, peaks=False),

@@ -132,6 +132,8 @@ class FakeMemory:
         self._recording = False
         self._stacks = False
         self._thread = threading.local()
+        #: Workspaces of cuBLAS: their addresses by thread, card and stream.
+        self._workspaces: dict[tuple[int, int, int], int] = {}
         self._lock = threading.RLock()
         self._busy = False
         self._dead: deque[tuple[int, int]] = deque()
@@ -179,10 +181,15 @@ class FakeMemory:
         if not self.keeps_workspace:
             self.free(self.malloc(size, number, stream), number)
             return
-        owned = vars(self._thread).setdefault("workspaces", set())
-        if (number, stream) not in owned:
-            self.malloc(size, number, stream)
-            owned.add((number, stream))
+        owner = (threading.get_ident(), number, stream)
+        if owner not in self._workspaces:
+            self._workspaces[owner] = self.malloc(size, number, stream)
+
+    def clear_workspaces(self) -> None:
+        """Every thread gives its workspaces back; the next product takes one anew."""
+        while self._workspaces:
+            (_, number, _), address = self._workspaces.popitem()
+            self.free(address, number)
 
     def card(self, device: torch.device) -> Card:
         """The figures of a card."""
@@ -319,6 +326,7 @@ class FakeMemory:
         allocator = self.cards[device].allocator
         allocator.fraction = fraction
         allocator.allowed = int(fraction * self.cards[device].card.total)
+        allocator.collects = self.settings.gc_threshold > 0
 
     def reset(self, device: int, *, peaks: bool) -> None:
         """Set the peaks back, or what was counted since the beginning."""

@@ -21,8 +21,14 @@ from memtrace.virtual_gpu.values_rules import is_composite
 
 _set = torch.ops.aten.set_.source_Storage_storage_offset._op
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
+_PIN = (torch.ops.aten.pin_memory.default, torch.ops.aten._pin_memory.default)
+_DENSE = torch.ops.aten.is_non_overlapping_and_dense
 #: Views, though their schemas don't say so.
 _VIEWS = {"_unsafe_view", "_reshape_alias", "lift_fresh"}
+#: Programs of others that the dispatcher takes for one operator on each device, and that hold more
+#: on their way than they return.
+_PROGRAMS = {"_safe_softmax", "embedding"}
 #: Bytes of a copy on the host up to which it is written.
 _HOST_ZEROS = 2 << 20
 
@@ -53,14 +59,19 @@ class FakeGpu(Device):
         """Call an operator of plain tensors."""
         place = self._place(func, args, kwargs)
         if place is None:
+            # There is no card to pin it for.
             if kwargs.get("pin_memory"):
-                kwargs = {**kwargs, "pin_memory": False}  # there is no card to pin it for
+                kwargs = {**kwargs, "pin_memory": False}
+            if func in _PIN:
+                return args[0].clone()
             return func(*args, **kwargs)
         handler = _handler(func)
-        if handler is _taken_apart:  # it arrives whole under inference mode
+        if handler is _taken_apart or handler is _program:
+            # The former arrives whole under inference mode, the latter always.
             _push_mode(self)
             try:
-                return func._op_dk(_COMPOSITE, *args, **kwargs)
+                key = _COMPOSITE if handler is _taken_apart else _EXPLICIT
+                return func._op_dk(key, *args, **kwargs)
             finally:
                 _pop_mode()
         return handler(func, args, kwargs, place)
@@ -90,6 +101,8 @@ def _handler(func: Any) -> Handler:
     special = _SPECIAL.get(name)
     if special is not None:
         return special
+    if name in _PROGRAMS:
+        return _program
     if torch.Tag.inplace_view in func.tags or name == "set_":
         return _regeometry
     written = [one for one in schema.arguments if one.alias_info and one.alias_info.is_write]
@@ -109,6 +122,11 @@ def _handler(func: Any) -> Handler:
 
 def _taken_apart(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
     """Stands for an operator that is a program of others."""
+    raise AssertionError
+
+
+def _program(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
+    """Stands for one that has its own gradient."""
     raise AssertionError
 
 
@@ -170,11 +188,15 @@ def _resize(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
 
 def _cast(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
     """``_to_copy``: to another type, layout or device."""
-    device = kwargs.get("device")
+    device, later = kwargs.get("device"), kwargs.get("non_blocking", False)
     if device is None or device.type == place.type:
-        return outcomes.returned(func, args, kwargs, place)
+        out = outcomes.returned(func, args, kwargs, place)
+        if out.device != args[0].device:
+            _staged(out, args[0], later)
+        return out
     made = outcomes.computed(func, args, kwargs)
     tell(made.numel() * made.element_size())
+    _staged(made, args[0], later)
     return _host_zeros(made)
 
 
@@ -186,15 +208,36 @@ def _host_zeros(like: Tensor) -> Tensor:
 
 def _copy(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
     """``copy_``: between devices, or on one."""
-    target: Tensor = args[0]
+    target, source = args[:2]
+    if target.device != source.device:
+        _staged(target, source, args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
     if tensors.is_fake(target):
-        outcomes.scratch(func, args, kwargs, place)
         return target
     size = target.numel() * target.element_size()
     tell(size)
     if size <= _HOST_ZEROS:
         target.zero_()
     return target
+
+
+def _staged(target: Tensor, source: Tensor, non_blocking: bool) -> None:
+    """``copy_kernel_cuda`` (Copy.cu): between devices what lies in pieces goes through memory of
+    its own, on the side of the pieces, and what changes its type without being waited for through
+    memory of the card."""
+    alike = target.dtype == source.dtype and target.stride() == source.stride()
+    if alike and all(map(_DENSE, (target, source))):
+        return
+    held = []
+    converted = non_blocking and target.dtype != source.dtype
+    for one, other in ((target, source), (source, target)):
+        if one.is_cuda and converted and not other.is_cuda:
+            size = target.numel() * other.element_size()
+            held.append((outcomes.memory().hold(size, one.device), one.device))
+        elif one.is_cuda and not one.is_contiguous():
+            size = target.numel() * one.element_size()
+            held.append((outcomes.memory().hold(size, one.device), one.device))
+    for address, device in reversed(held):
+        outcomes.memory().let_go(address, device)
 
 
 def _read(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
@@ -213,6 +256,15 @@ def _shaped(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
     return outcomes.made_like(out, place)
 
 
+def _repeat_interleave(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
+    """Places that are repeated; how many there will be is either given or to be read."""
+    size = kwargs.get("output_size")
+    if size is None:
+        return _shaped(func, args, kwargs, place)
+    outcomes.scratch(func, args, {}, place)
+    return outcomes.made_like(torch.empty(size, dtype=args[0].dtype, device="meta"), place)
+
+
 def _same(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
     return args[0]
 
@@ -220,6 +272,7 @@ def _same(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
 _SPECIAL: dict[str, Handler] = {
     "_to_copy": _cast,
     "copy_": _copy,
+    "repeat_interleave": _repeat_interleave,
     "resize_": _resize,
     "resize_as_": _resize,
 }

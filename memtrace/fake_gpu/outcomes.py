@@ -122,7 +122,9 @@ def _make(outcome: Outcome, place: torch.device) -> Any:
     held: list[int] = []
     made: dict[int, Any] = {}
     for step in range(len(outcome.made)) if steps is None else steps:
-        if step < 0:
+        if step is models.GIVE_BACK:
+            taken.let_go(held.pop(), place)
+        elif step < 0:
             held.append(taken.hold(-step, place))
         else:
             made[step] = _made(outcome.made[step], place)
@@ -148,7 +150,8 @@ def scratch(func: Any, args: Any, kwargs: Any, place: torch.device) -> None:
     """Take what the kernel of an operator takes that returns nothing new."""
     if models.has(func):
         taken = models.of(func, args, kwargs, None, memory().card(place))
-        _make(Outcome((), tuple, taken), place)
+        steps = tuple(step for step in taken.steps or () if step is models.GIVE_BACK or step < 0)
+        _make(Outcome((), tuple, taken._replace(steps=steps)), place)
 
 
 def computed(func: Any, args: Any, kwargs: Any) -> Any:

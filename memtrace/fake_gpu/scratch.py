@@ -4,11 +4,18 @@ Each model names the function of ATen that takes the memory. Sizes are in bytes.
 known to take some, and not how much, are counted when they are met: :func:`unmodelled`.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+
+from memtrace.fake_gpu import cub, reductions
 from memtrace.fake_gpu.cards import Card
+
+#: A step of a :class:`Scratch`.
+GIVE_BACK = None
 
 
 class Scratch(NamedTuple):
@@ -16,11 +23,12 @@ class Scratch(NamedTuple):
 
     Attributes:
         steps: what it allocates, in order: i ≥ 0 the tensor that it returns at place i, -n scratch
-            of n bytes; scratch is given back at its end. None: what it returns and nothing else.
+            of n bytes, :data:`GIVE_BACK` the latest scratch goes; what is left of that goes at the
+            end. None: what it returns and nothing else.
         product: whether it is a matrix product, which has a workspace of cuBLAS.
     """
 
-    steps: tuple[int, ...] | None = None
+    steps: tuple[int | None, ...] | None = None
     product: bool = False
 
 
@@ -33,7 +41,7 @@ _PRODUCTS = {
 }
 #: Take scratch memory whose size isn't known here, most of them by what CUB asks for.
 _UNMODELLED = {
-    *("topk", "kthvalue", "median", "mode", "multinomial", "nonzero", "nonzero_static", "unique"),
+    *("kthvalue", "median", "mode", "multinomial", "nonzero", "nonzero_static", "unique"),
     *("_unique2", "unique_dim", "unique_consecutive", "masked_select", "masked_scatter", "cumsum"),
     *(
         "cumprod",
@@ -58,8 +66,25 @@ _UNMODELLED = {
     *("_scaled_dot_product_efficient_attention_backward", "native_batch_norm", "grid_sampler_2d"),
 }
 
+#: ``should_use_multiblock`` (TensorTopK.cu): up to so many slices, rows of at least so many.
+_MULTIBLOCK = (
+    (20, 20_000),
+    (40, 10_000),
+    (80, 8000),
+    (199, 5000),
+    (799, 3000),
+    (4000, 800),
+    (math.inf, 400),
+)
+#: Threads of a block of it, and registers of a processor.
+_BLOCK, _REGISTERS = 256, 65_536
+#: What CUB takes to scan the counts of up to so many blocks.
+_SCAN, _SCANNED_AT_ONCE = 1279, 9000
+
 #: The longest rows that :func:`_sort` sorts in place, and segments that are sorted at once.
 _SMALL_SORT, _FEW_SEGMENTS, _LARGE_SORT = 4096, 128, 1_000_000
+
+_HALVES = (torch.float16, torch.bfloat16)
 
 _met: Counter[str] = Counter()
 
@@ -137,27 +162,148 @@ def _efficient(args: Any, kwargs: Any, out: Any, card: Card) -> Scratch:
 
 
 def _sort(args: Any, kwargs: Any, out: Any, card: Card) -> Scratch:
-    """``sort_stable_kernel`` (Sort.cpp) and ``launch_stable_sort_kernel`` (SortStable.cu). CUB also
-    keeps tables of some tens of KiB, which aren't known."""
+    """``sort_stable_kernel`` (Sort.cpp) and ``launch_stable_sort_kernel`` (SortStable.cu)."""
     values = args[0]
     if not values.dim() or not values.numel():
         return _NOTHING
     dim = kwargs.get("dim", next((one for one in args[1:] if type(one) is int), -1))
-    rows = values.shape[dim]
-    segments, count, size = values.numel() // rows, values.numel(), values.element_size()
+    rows, count, size = values.shape[dim], values.numel(), values.element_size()
     if rows <= _SMALL_SORT:
         return Scratch((0, 1, -8 * rows))  # the places 0, 1, …
+    copies: tuple[int, ...] = ()
+    if values.stride(dim) != 1 or not torch.ops.aten.is_non_overlapping_and_dense(values):
+        copies = (-size * count,)
+        if out is None or out[0].stride(dim) != 1:
+            copies = (-size * count, -size * count, -8 * count)
+    return Scratch((0, 1, *copies, *_sort_steps(count, rows, size, card)))
+
+
+def _sort_steps(count: int, rows: int, size: int, card: Card) -> tuple[int | None, ...]:
+    """``launch_stable_sort_kernel``, of ``count`` values of ``size`` bytes in rows."""
+    segments = count // rows
     if segments == 1 or rows >= _LARGE_SORT:
-        return Scratch((0, 1, -8 * rows, -rows * (size + 8)))
+        each = (-cub.radix_sort_pairs(rows, size, card), GIVE_BACK)
+        return (-8 * rows, *each * segments, GIVE_BACK)
     if segments < _FEW_SEGMENTS:
-        # Place and segment of each value twice; the sorted values; CUB's copy of these and those.
-        return Scratch((0, 1, -8 * count, -8 * count, -size * count, -(size + 8) * count))
-    return Scratch((0, 1, -8 * count, -(size + 8) * count))
+        # Place and segment of each value twice, and the sorted values; then by segment.
+        by_value = (-size * count, -cub.radix_sort_pairs(count, size, card), GIVE_BACK, GIVE_BACK)
+        by_segment = (-cub.radix_sort_keys(count, card), GIVE_BACK)
+        return (-8 * count, -8 * count, *by_value, *by_segment, GIVE_BACK, GIVE_BACK)
+    return (-8 * count, -cub.segmented_sort_pairs(count, size), GIVE_BACK, GIVE_BACK)
+
+
+def _topk(args: Any, kwargs: Any, out: Any, card: Card) -> Scratch:
+    """``topk_out_with_sort`` and ``launch_gather_topk_kernel`` (TensorTopK.cpp, TensorTopK.cu):
+    several blocks look through a long row together."""
+    values, k = args[:2]
+    if not values.dim() or not values.numel():
+        return _NOTHING
+    given = dict(zip(("dim", "largest", "sorted"), args[2:], strict=False)) | kwargs
+    rows, size = values.shape[given.get("dim", -1)], values.element_size()
+    slices = values.numel() // rows
+    steps: list[int | None] = [0, 1]
+    if not values.is_contiguous():
+        steps.append(-size * values.numel())
+    if rows >= next(least for most, least in _MULTIBLOCK if slices <= most):
+        blocks = slices * -(-rows // (_BLOCK * _items_per_thread(values.numel(), card)))
+        if blocks > _SCANNED_AT_ONCE:
+            _met["topk"] += 1
+        # Each slice's answer so far, and how often each block met each digit.
+        digits = 2 * max(size, 4)
+        steps += (-size * slices, -8 * slices, -digits * slices, -512 * blocks, -1024 * slices)
+        steps += (-4 * blocks, -4 * blocks, *(-_SCAN, GIVE_BACK) * 2, *(GIVE_BACK,) * 7)
+    if k > _SMALL_SORT and given.get("sorted", True):
+        taken = slices * k
+        steps += (-8 * taken, -size * taken, *_sort_steps(taken, k, size, card), -8 * taken)
+    return Scratch(tuple(steps))
+
+
+def _items_per_thread(count: int, card: Card) -> int:
+    """``get_items_per_thread`` (TensorTopK.cu), of a kernel that takes 40 registers a thread."""
+    held = min(_REGISTERS // (40 * _BLOCK), card.blocks_per_processor)
+    return max(4, min(-(-count // (card.processors * held * _BLOCK)), 64))
+
+
+def _summed(args: Any, kwargs: Any, out: Any, card: Card) -> Scratch:
+    """``gpu_reduce_kernel`` (Reduce.cuh) of sums, products and means; ``make_reduction``
+    (ReduceOpsUtils.h) first converts what isn't of the result's type, but for 16 bits to 32."""
+    values, result = args[0], kwargs["out"] if out is None else out
+    size = result.element_size()
+    halves = values.dtype in _HALVES and result.dtype == torch.float32
+    plain = halves or values.dtype == result.dtype
+    found = _reduction(args, kwargs, card, max(size, 4))
+    if plain or not values.numel():
+        return found
+    return Scratch((0, -size * values.numel(), *(found.steps or (0,))[1:]))
+
+
+def _extreme(args: Any, kwargs: Any, out: Any, card: Card) -> Scratch:
+    """The same of extremes, which with their places are a value and 8 bytes, aligned."""
+    if isinstance(out, (list, tuple)):
+        return _reduction(args, kwargs, card, 16, outputs=2)
+    return _reduction(args, kwargs, card, args[0].element_size())
+
+
+def _norm(args: Any, kwargs: Any, out: Any, card: Card) -> Scratch:
+    """The same of norms, whose first option is no dimension."""
+    return _reduction((args[0], *args[2:]), kwargs, card, max(args[0].element_size(), 4))
+
+
+def _decided(args: Any, kwargs: Any, out: Any, card: Card) -> Scratch:
+    """The same of ``any`` and ``all``."""
+    return _reduction(args, kwargs, card, 1)
+
+
+def _placed(args: Any, kwargs: Any, out: Any, card: Card) -> Scratch:
+    """The same of places of extremes."""
+    return _reduction(args, kwargs, card, 16)
+
+
+def _spread(args: Any, kwargs: Any, out: Any, card: Card) -> Scratch:
+    """The same of variances: a mean, a sum of squares and two counts (SharedReduceOps.h)."""
+    return _reduction(args, kwargs, card, 32 if args[0].element_size() == 8 else 16, vector=2)
+
+
+def _reduction(
+    args: Any, kwargs: Any, card: Card, partial: int, *, vector: int = 4, outputs: int = 1
+) -> Scratch:
+    values: torch.Tensor = args[0]
+    dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    dims = (dims,) if type(dims) is int else tuple(dims or range(values.dim()))
+    if not values.dim() or not values.numel():
+        return _NOTHING
+    if values.numel() * values.element_size() >= 1 << 31:  # in parts that 32 bits count
+        _met["reductions of 2 GiB and more"] += 1
+        return _NOTHING
+    reduced = {dim % values.dim() for dim in dims}
+    taken = reductions.scratch(values, reduced, partial, vector, card)
+    if taken is None:
+        return _NOTHING
+    return Scratch((*range(outputs), -taken[0], -taken[1]))
+
+
+def _pow(args: Any, kwargs: Any, out: Any, card: Card) -> Scratch:
+    """``pow_Scalar_out`` (Pow.cpp): a base that is a number becomes a tensor of 8 bytes."""
+    if isinstance(args[0], torch.Tensor) or args[0] == 1:
+        return _NOTHING
+    return Scratch((0, -8))
 
 
 Model = Callable[[Any, Any, Any, Card], Scratch]
 _MODELS: dict[str, Model] = {
     "_scaled_dot_product_flash_attention": _flash,
     "_scaled_dot_product_efficient_attention": _efficient,
+    "all": _decided,
+    "any": _decided,
+    "argmax": _placed,
+    "argmin": _placed,
+    "linalg_vector_norm": _norm,
+    "norm": _norm,
+    "pow": _pow,
     "sort": _sort,
+    "std": _spread,
+    "var": _spread,
+    **dict.fromkeys(("amax", "amin", "max", "min"), _extreme),
+    **dict.fromkeys(("mean", "nansum", "prod", "sum"), _summed),
+    "topk": _topk,
 }
