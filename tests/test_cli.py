@@ -29,7 +29,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     assert f"memtrace {command}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [[], ["recrod"], ["report"], ["compare", "one"], ["view"]])
+@pytest.mark.parametrize("words", [[], ["recrod"], ["report"], ["compare", "one"]])
 def test_wrong_usage_is_exit_code_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(words)
