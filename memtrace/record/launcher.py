@@ -23,6 +23,7 @@ from memtrace.record.death import Victim, death
 from memtrace.record.nvml import Nvml
 from memtrace.record.process import high_water
 from memtrace.record.sampler import Sampler, Seen
+from memtrace.record.signals import Signals, blocked
 from memtrace.trace import SUFFIX
 from memtrace.trace.manifest import (
     file_checksums,
@@ -39,21 +40,6 @@ if TYPE_CHECKING:
 
 #: Exit codes of the launcher itself: 125 to 127 as env(1) and timeout(1) have them, 123 ours.
 USAGE, NOT_RECORDED, FAILED, NOT_EXECUTABLE, NOT_FOUND = 2, 123, 125, 126, 127
-
-#: Signals that are waited for. SIGTSTP and its kin are not among them: they stop the launcher
-#: together with the command, which is what a shell expects of a job.
-_SIGNALS = (
-    signal.SIGCHLD,
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGCONT,
-)
-#: si_code of a signal that the kernel made, as for Ctrl-C: the whole process group has got it.
-_SI_KERNEL = 0x80
 
 _STDOUT, _STDERR = 1, 2
 
@@ -115,7 +101,7 @@ def record(
     if not command:
         raise LaunchError("no command to record; write memtrace record -- python infer.py", USAGE)
     shown = run or Path(f"{_stem(command)}-{os.getpid()}{SUFFIX}")
-    with _signals_blocked() as mask:
+    with blocked() as mask:
         epoch_ns = time.perf_counter_ns()
         known = _of_virtual(virtual_gpu) | dict(notes or {})
         with _new_run(shown, command, epoch_ns, force, known) as (folder, manifest):
@@ -247,33 +233,6 @@ def _is_being_recorded(manifest: Mapping[str, Any]) -> bool:
     )
 
 
-@contextmanager
-def _signals_blocked() -> Iterator[set[int]]:
-    """Hold the signals that we wait for; yields the mask from before, which the command gets."""
-    # A parent that ignores SIGCHLD hands that down, and the command's exit status would be lost.
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        yield mask
-    finally:
-        list(_pending())  # came after the command's end, and must not change its exit code
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _pending() -> "Iterator[signal.struct_siginfo]":
-    """Take the blocked signals that have arrived.
-
-    One that is pending may be gone when it is taken: a thread that a library started before they
-    were blocked can get it. ``sigtimedwait`` isn't given any time, since where stopping and going
-    on interrupts it at the end of its time it returns a signal that never was (CPython 3.11 to
-    3.13).
-    """
-    while signal.sigpending() & set(_SIGNALS):
-        received = signal.sigtimedwait(_SIGNALS, 0)
-        if received is not None:
-            yield received
-
-
 def _spawn(
     command: Sequence[str],
     environment: Mapping[str, str],
@@ -311,18 +270,14 @@ def _watch(pid: int, sampler: Sampler) -> tuple[int, int, set[int]]:
     Returns:
         Its wait status, its ru_maxrss in bytes, and the signals that reached the launcher as well.
     """
-    shared: set[int] = set()
+    signals = Signals(pid)
     while True:
         sampler.sample()
         ended, status, usage = os.wait4(pid, os.WNOHANG)
         if ended:
-            return status, usage.ru_maxrss * 1024, shared
+            return status, usage.ru_maxrss * 1024, signals.seen
         time.sleep(min(sampler.wait_seconds(), _POLL_SECONDS))
-        for received in _pending():
-            shared.add(received.si_signo)
-            if received.si_signo != signal.SIGCHLD and received.si_code != _SI_KERNEL:
-                with suppress(PermissionError):  # it runs as another user, as sudo does
-                    os.kill(pid, received.si_signo)
+        signals.pass_on()
 
 
 def _death(

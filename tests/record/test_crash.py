@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from memtrace.trace.reader import Trace
+from memtrace.trace.reader import Trace, open_trace
 from memtrace.trace.schema import Action
 from tests.record.launching import PYTHON, SCRIPTS, Launch, lines, notices, wait_until
 
@@ -129,6 +129,31 @@ class TestSignalsSentToTheLauncher:
         assert process.returncode == 7
         assert lines(log) == [*expected, "SIGTERM"]
         assert launch.trace().manifest["exit"] == {"code": 7, "signal": None}
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_reach_a_program_though_another_thread_takes_them(
+        self, number: int, tmp_path: Path
+    ) -> None:
+        # GIVEN a process that has a thread which blocks no signal, and records
+        log, run = tmp_path / "log", tmp_path / "run.memtrace"
+        code = (
+            "import sys, threading, time\n"
+            "from pathlib import Path\n"
+            "from memtrace.record.launcher import record\n"
+            "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+            f"raise SystemExit(record([sys.executable, {str(SCRIPTS / 'signals.py')!r}, "
+            f"{str(log)!r}], Path({str(run)!r}), quiet=True))"
+        )
+        with subprocess.Popen([PYTHON, "-c", code]) as process:
+            wait_until(lambda: lines(log) == ["ready"])
+            # WHEN it gets a signal THEN so does the program, and the launcher goes on
+            process.send_signal(number)
+            wait_until(lambda: lines(log)[1:] == [signal.Signals(number).name])
+            if number == signal.SIGINT:
+                assert process.poll() is None
+                process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 7
+        assert open_trace(run).complete
 
 
 class TestATerminal:
