@@ -2,6 +2,9 @@
 
 import argparse
 
+#: The longest prompt in tokens, and the most prompts at once: a hundred times what any model reads.
+MOST = 1 << 24
+
 
 def add_model(run: argparse.ArgumentParser) -> None:
     """Which model."""

@@ -8,6 +8,7 @@ import argparse
 import sys
 from dataclasses import dataclass
 
+from tidekv.arguments import MOST
 from tidekv.capacity import Probe, answer, parser_of, tried
 from tidekv.errors import DeviceMemoryError, InfeasibleError
 from tidekv.garbage import none_to_collect
@@ -34,7 +35,7 @@ def lengths(text: str) -> list[int]:
         found = sorted({int(part) for part in text.split(",")})
     except ValueError:
         found = []
-    if not found or not 1 <= found[0] <= found[-1] < 1 << 40:
+    if not found or not 1 <= found[0] <= found[-1] <= MOST:
         raise InfeasibleError(f"--prompts {text!r} is no list of lengths; write it as 8192,16384.")
     return found
 

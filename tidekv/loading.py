@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tidekv.errors import LoadError, check_choice
 from tidekv.progress import progress_bar
+from tidekv.shapes import shape_of
 
 if TYPE_CHECKING:
     import torch
@@ -125,11 +126,11 @@ def config_of(name: str) -> Mapping[str, Any]:
         else:
             from huggingface_hub import hf_hub_download
 
-            file = Path(hf_hub_download(source, "config.json"))
+            with _quiet_hub():
+                file = Path(hf_hub_download(source, "config.json"))
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise LoadError(f"The configuration of {name!r} can't be read: {reason}") from error
+        raise LoadError(f"The configuration of {name!r} can't be read: {_reason(error)}") from error
     if not isinstance(config, dict):
         raise LoadError(f"The configuration of {name!r} is no JSON object.")
     return config
@@ -272,8 +273,7 @@ def _from_checkpoint(
                 source, dtype=dtype or "auto", attn_implementation=attention
             )
     except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise LoadError(f"The model {source!r} could not be loaded: {reason}") from error
+        raise LoadError(f"The model {source!r} could not be loaded: {_reason(error)}") from error
     return model.to(device).eval(), tokenizer
 
 
@@ -281,8 +281,9 @@ def _config(name: str) -> Any:
     """The configuration of a preset, folder or hub id, as transformers has it.
 
     Raises:
-        LoadError: there is none, or it doesn't say how the weights are held.
+        LoadError: there is none, or it doesn't say how the weights are held, or their sizes.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     if name in PRESETS:
@@ -290,14 +291,14 @@ def _config(name: str) -> Any:
     try:
         with _quiet_transformers():
             config = AutoConfig.from_pretrained(_source(name))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise LoadError(f"The configuration of {name!r} can't be read: {reason}") from error
+    except (OSError, ValueError, StrictDataclassError) as error:
+        raise LoadError(f"The configuration of {name!r} can't be read: {_reason(error)}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise LoadError(
             f"The weights of {name!r} are quantised, and only reading them tells their size; use a "
             "model in float32, bfloat16 or float16."
         )
+    shape_of(config_of(name), "float32")  # of families that it knows it refuses what is no size
     return config
 
 
@@ -318,8 +319,9 @@ def _from_config(config: Any, dtype: Any, device: str, attention: str, weights: 
                 config, dtype=dtype, attn_implementation=attention
             )
     except ValueError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise LoadError(f"The configuration makes no causal language model: {reason}") from error
+        raise LoadError(
+            f"The configuration makes no causal language model: {_reason(error)}"
+        ) from error
     if weights == "empty":
         made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # tied weights stay one
         for module in model.modules():
@@ -335,19 +337,35 @@ def _from_config(config: Any, dtype: Any, device: str, attention: str, weights: 
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """No progress bars and advice from transformers, no retries of the hub's; ours says it."""
-    from huggingface_hub.utils import logging as hub
+    """No progress bars and advice from transformers, nothing of the hub's; ours says it."""
     from transformers.utils import logging
 
     bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    of_hub = hub.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    hub.set_verbosity_error()
     try:
-        yield
+        with _quiet_hub():
+            yield
     finally:
-        hub.set_verbosity(of_hub)
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def _quiet_hub() -> Iterator[None]:
+    """No word of the hub's on each time that it is tried again."""
+    from huggingface_hub.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _reason(error: Exception) -> str:
+    """What an error says, in its first line; where that leads to a list, all of it."""
+    first, *more = str(error).strip().splitlines()
+    return " ".join(one.strip() for one in (first, *more)) if first.rstrip()[-1:] == ":" else first

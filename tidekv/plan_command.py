@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidekv.arguments import add_batch, add_memory, add_methods, add_model
+from tidekv.arguments import MOST, add_batch, add_memory, add_methods, add_model
 from tidekv.errors import TidekvError
 
 if TYPE_CHECKING:
@@ -171,8 +171,9 @@ def _check(arguments: argparse.Namespace) -> None:
         raise TidekvError("Give either --prompt N, --prompts N,N,… or --max-context.")
     for name in ("prompt", "up_to", "batch"):
         value = getattr(arguments, name)
-        if value is not None and not 1 <= value < 1 << 40:
-            raise TidekvError(f"--{name.replace('_', '-')} must be at least 1, not {value}.")
+        if value is not None and not 1 <= value <= MOST:
+            flag = f"--{name.replace('_', '-')}"
+            raise TidekvError(f"{flag} must be at least 1 and at most {MOST:,}, not {value:,}.")
     if arguments.device == "cpu" and (
         arguments.max_context
         or arguments.min_device
@@ -192,7 +193,7 @@ def _check(arguments: argparse.Namespace) -> None:
 def _methods(arguments: argparse.Namespace) -> dict[str, argparse.Namespace]:
     from tidekv import planning
 
-    if not arguments.compare:
+    if arguments.compare is None:
         return {planning.name_of(arguments): arguments}
     names = [name.strip() for name in arguments.compare.split(",")]
     return {name: planning.named(arguments, name) for name in names}
@@ -256,7 +257,10 @@ def _runs(arguments: argparse.Namespace) -> Iterator[Callable[[str], Path]]:
             yield lambda name: kept
             return
         folder = Path(scratch) if kept is None else kept
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TidekvError(f"The folder {folder} can't be made: {error.strerror}.") from error
         yield lambda name: folder / f"{name.replace(', ', '-')}.memtrace"
 
 
@@ -347,6 +351,11 @@ def verdict(found: "Plan") -> str:
         return (
             f"{found.method}: {found.prompt:,} tokens don't fit {found.card.name} ({total}): "
             f"{size(oom.requested)} were asked for {oom.place.within}.{needed}"
+        )
+    if found.reserved_peak is None:
+        return (
+            f"{found.method}: {found.prompt:,} tokens fit {found.card.name} ({total}); what this "
+            "allocator reserves isn't known."
         )
     context = "less a CUDA context, whose size isn't known"
     if found.card.context is not None:

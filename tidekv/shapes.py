@@ -88,24 +88,37 @@ def shape_of(config: Mapping[str, Any], dtype: str | None = None) -> Shape | Non
         dtype: of the weights; None: what the configuration says.
 
     Raises:
-        LoadError: the configuration lacks a size.
+        LoadError: the configuration lacks a size, or has one that is none.
     """
     said = dtype or config.get("dtype") or config.get("torch_dtype")
     if config.get("model_type") not in FAMILIES or said not in _ELEMENT:
         return None
-    try:
-        heads = config["num_attention_heads"]
-        return Shape(
-            family=config["model_type"],
-            layers=config["num_hidden_layers"],
-            hidden=config["hidden_size"],
-            mlp=config["intermediate_size"],
-            query_heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head=config.get("head_dim") or config["hidden_size"] // heads,
-            vocabulary=config["vocab_size"],
-            tied=config.get("tie_word_embeddings", False),
-            dtype=said,
-        )
-    except KeyError as error:
-        raise LoadError(f"The model's configuration has no {error.args[0]}.") from error
+    heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
+    return Shape(
+        family=config["model_type"],
+        layers=_size(config, "num_hidden_layers"),
+        hidden=hidden,
+        mlp=_size(config, "intermediate_size"),
+        query_heads=heads,
+        kv_heads=_size(config, "num_key_value_heads", heads),
+        head=_size(config, "head_dim", hidden // heads),
+        vocabulary=_size(config, "vocab_size"),
+        tied=config.get("tie_word_embeddings", False),
+        dtype=said,
+    )
+
+
+def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """A size by its name.
+
+    Raises:
+        LoadError: there is none, and no default, or it is no number above 0.
+    """
+    size = config.get(name)
+    if size is None:
+        if default is None:
+            raise LoadError(f"The model's configuration has no {name}.")
+        return default
+    if type(size) is not int or size < 1:
+        raise LoadError(f"The model's configuration has {size!r} for {name}, which is no size.")
+    return size

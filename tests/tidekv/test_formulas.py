@@ -67,9 +67,20 @@ def test_what_is_not_known_has_no_shape() -> None:
     assert shape_of({"model_type": "llama"}) is None
 
 
+FEW = {"model_type": "llama", "dtype": "float32", "num_attention_heads": 4}
+
+
 def test_a_configuration_without_a_size_is_refused_by_name() -> None:
     with pytest.raises(LoadError, match="no num_hidden_layers"):
-        shape_of({"model_type": "llama", "dtype": "float32", "num_attention_heads": 4})
+        shape_of({**FEW, "hidden_size": 64})
+    with pytest.raises(LoadError, match="no hidden_size"):
+        shape_of(FEW)
+
+
+@pytest.mark.parametrize("size", [0, -64, "64", 64.0, True])
+def test_a_configuration_with_what_is_no_size_is_refused(size: object) -> None:
+    with pytest.raises(LoadError, match=f"has {size!r} for hidden_size, which is no size"):
+        shape_of({**FEW, "hidden_size": size})
 
 
 @pytest.mark.parametrize(

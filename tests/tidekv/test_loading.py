@@ -141,6 +141,12 @@ def test_damaged_folder(tmp_path):
         load_model(str(tmp_path))
 
 
+def test_a_folder_without_a_tokenizer_is_refused_with_all_that_was_tried(tmp_path):
+    make_tiny("llama").config.save_pretrained(tmp_path)
+    with pytest.raises(LoadError, match=r"could not be loaded: .*from one of: \(1\)"):
+        load_model(str(tmp_path))
+
+
 def test_folder(smollm2, tmp_path):
     smollm2[1].save_pretrained(tmp_path)
     made = make_tiny("qwen3", vocab_size=len(smollm2[1]))
@@ -198,6 +204,8 @@ def test_empty_weights_of_a_folder_need_its_configuration_only(tmp_path):
         ({"dtype": None}, "names no dtype"),
         ({"model_type": "t5"}, "no causal language model"),
         ({"model_type": "nothing-like-it"}, "can't be read"),
+        ({"num_attention_heads": 3, "head_dim": None}, "not a multiple of the number of attention"),
+        ({"num_hidden_layers": 0}, "has 0 for num_hidden_layers"),
     ],
 )
 def test_what_a_configuration_does_not_say_is_no_model(tmp_path, change, reason):
