@@ -48,7 +48,7 @@ def attend(
             *padded, dropout_p, is_causal, False, scale=scale or size**-0.5
         )[0]
         return out if out.shape[-1] == value.shape[-1] else out[..., : value.shape[-1]]
-    if efficient(query, key, value):
+    if efficient(query, key, value, mask):
         grows = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
         return _aten._scaled_dot_product_efficient_attention(
             query, key, value, _aligned(mask), grows, dropout_p, is_causal, scale=scale
@@ -72,7 +72,7 @@ def flash(query: Any, key: Any, value: Any, mask: Any, is_causal: bool) -> bool:
     )
 
 
-def efficient(query: Any, key: Any, value: Any) -> bool:
+def efficient(query: Any, key: Any, value: Any, mask: Any) -> bool:
     """Whether memory-efficient attention serves these tensors."""
     align = 4 if query.dtype == torch.float32 else 8
     return (
@@ -82,7 +82,7 @@ def efficient(query: Any, key: Any, value: Any) -> bool:
         and (_GROUPED or query.shape[1] == key.shape[1])
         and query.shape[-1] % align == 0
         and value.shape[-1] % align == 0
-        and all(one.stride(-1) == 1 for one in (query, key, value))
+        and all(one.stride(-1) == 1 for one in (query, key, value, mask) if one is not None)
     )
 
 
@@ -99,7 +99,8 @@ def _padded(tensor: Tensor, multiple: int) -> Tensor:
 
 
 def _aligned(mask: Tensor | None) -> Tensor | None:
-    """The rows of a bias begin at multiples of 16 elements."""
-    if mask is None or mask.shape[-1] % 16 == 0:
+    """The rows of a bias begin at multiples of 8 elements (ATen's ``preprocess_mask``)."""
+    if mask is None or not any(stride % 8 for stride in mask.stride()[:-1]):
         return mask
-    return F.pad(mask, (0, -mask.shape[-1] % 16))[..., : mask.shape[-1]]
+    columns = mask.shape[-1]
+    return F.pad(mask, (0, 8 - columns % 8))[..., :columns]

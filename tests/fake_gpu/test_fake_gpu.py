@@ -151,6 +151,20 @@ def test_expandable_segments_are_the_simulated_allocator_s(
     assert settings["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
 
 
+UNWRITABLE = """
+import resource, torch
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+for size in range(20_000):
+    torch.empty(size)
+"""
+
+
+def test_a_run_that_could_not_be_written_is_no_plan(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", UNWRITABLE]
+    with pytest.raises(MemtraceError, match="couldn't be written in full"):
+        dry_run(command, device="cpu", out=tmp_path / "run", source="tensors")
+
+
 def test_what_cannot_be_is_refused_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(MemtraceError, match="'nothing' is no setting"):
         dry_run(
@@ -164,6 +178,7 @@ def test_what_cannot_be_is_refused_before_anything_runs(tmp_path: Path) -> None:
 
 MODELS = """
 import json, torch
+import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 taken = []
@@ -179,12 +194,20 @@ for dtype, attention in (("bfloat16", "sdpa"), ("float32", "sdpa"), ("bfloat16",
     del model, out
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+q = torch.empty(1, 4, 64, 64, device="cuda", dtype=torch.bfloat16)
+for keys in (4096, 4104, 4100, 4097):
+    k = torch.empty(1, 4, keys, 64, device="cuda", dtype=q.dtype)
+    for mask in (torch.empty(64, keys, device="cuda", dtype=q.dtype),
+                 torch.empty(64, 8192, device="cuda", dtype=q.dtype)[:, :keys],
+                 torch.empty(1, keys, device="cuda", dtype=q.dtype).expand(64, keys),
+                 torch.empty(keys, 64, device="cuda", dtype=q.dtype).T):
+        F.scaled_dot_product_attention(q, k, k, attn_mask=mask)
 print(json.dumps(taken))
 """
 
 
 def test_both_engines_allocate_the_same_bytes(folder: Path) -> None:
-    """By each kernel of attention: flash, memory-efficient, and plain operators."""
+    """By each kernel of attention: flash, memory-efficient, plain operators; masks of all kinds."""
     if reason := obstacle():
         pytest.skip(reason)
     runs = {
