@@ -77,7 +77,7 @@ def dry_run(
 
     Raises:
         MemtraceError: no such engine, card or setting, the command can't be started, or ``out``
-            not be made.
+            not be made or written.
     """
     if engine not in ENGINES:
         raise MemtraceError(f"there is no engine {engine!r}; use one of {', '.join(ENGINES)}")
@@ -106,9 +106,13 @@ def dry_run(
         stdout=stdout,
         stderr=stderr,
     )
+    trace = open_trace(out)
+    if not trace.complete or any("failure" in one.manifest for one in trace.processes):
+        raise MemtraceError(f"{out} couldn't be written in full, so what was planned isn't known")
     if isinstance(gpu, FakeGpu):
         _name_unmodelled(out)
-    return open_trace(out)
+        trace = open_trace(out)
+    return trace
 
 
 def _prepared(engine: str, cards: Sequence[Device], command: Sequence[str]) -> VirtualGpu | FakeGpu:

@@ -34,6 +34,11 @@ def show(part: RenderableType, least: int = 0) -> None:
     print(text.encode(encoding, "backslashreplace").decode(encoding), end="")
 
 
+def natural(table: Table) -> int:
+    """The columns that a table takes if nothing in it is cut or wrapped."""
+    return Console(width=1 << 12).measure(table).maximum
+
+
 def to_text(part: RenderableType, width: int = 80, *, colour: bool = False) -> str:
     """The same as text, without trailing spaces."""
     out = io.StringIO()

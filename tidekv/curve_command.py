@@ -25,7 +25,7 @@ def curves_answered(
         TidekvError: bad input, or no virtual card can be had.
         SystemExit: a planned run failed, and has said why.
     """
-    from memtrace.render import show
+    from memtrace.render import natural, show
     from tidekv import cards, searches
     from tidekv.curve import lengths
 
@@ -38,7 +38,8 @@ def curves_answered(
         methods_found = [{"method": name, **asdict(one)} for name, one in found.items()]
         print(json.dumps({"schema": schema, "card": card.key, "methods": methods_found}, indent=2))
     else:
-        show(curves(found, prompts))
+        table = curves(found, prompts)
+        show(table, least=natural(table))
         print(_said(arguments, card))
     return all(len(one.probes) == len(prompts) and one.probes[-1].fits for one in found.values())
 

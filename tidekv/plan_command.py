@@ -201,7 +201,7 @@ def _methods(arguments: argparse.Namespace) -> dict[str, argparse.Namespace]:
 
 def _planned(arguments: argparse.Namespace) -> bool:
     """Plan each method; whether all of them fit."""
-    from memtrace.render import show
+    from memtrace.render import natural, show
     from tidekv import cards, planning
 
     if arguments.device is None:
@@ -218,7 +218,8 @@ def _planned(arguments: argparse.Namespace) -> bool:
                 body["cards"] = [one.as_json() for one in judged]
             print(json.dumps({**body, "schema": _SCHEMA}, indent=2))
         elif arguments.compare:
-            show(compared(found))
+            table = compared(found)
+            show(table, least=natural(table))
         elif judged is not None:
             show(sufficient(judged))
         else:

@@ -1,5 +1,6 @@
 """``tidekv plan``: dry runs beside formulas, verdicts, and cards that suffice."""
 
+import argparse
 import json
 import os
 import platform
@@ -15,7 +16,11 @@ from memtrace.analysis.summary import summarise
 from memtrace.dryrun import dry_run
 from memtrace.trace.reader import open_trace
 from tests.virtual_gpu.running import described
+from tidekv import searches
+from tidekv.capacity import Probe
 from tidekv.cards import candidates
+from tidekv.curve import Curve
+from tidekv.curve_command import curves_answered
 from tidekv.progress import LINES
 
 LLAMA = ("--model", "llama-3.1-8b", "--budget", "1024")
@@ -200,6 +205,17 @@ def test_peaks_of_several_lengths_are_those_of_each_alone(plans: dict[str, Any])
     lines = [json.loads(line) for line in told.stderr.splitlines() if line.startswith("{")]
     assert lines[0] == {"doing": "Trying 8,192 tokens", "done": 0, "total": 32}
     assert lines[32]["done"] == 32
+
+
+def test_no_figure_of_many_methods_is_cut(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Curve((Probe(4096, True, 1023 << 30, 1023 << 30),))
+    monkeypatch.setattr(searches, "curve", lambda *_: found)
+    monkeypatch.setenv("COLUMNS", "40")
+    arguments = argparse.Namespace(prompts="4096", device="a100-40g", json=False, model="m")
+    assert curves_answered(arguments, {f"method {n}": arguments for n in range(6)}, 1)
+    assert capsys.readouterr().out.count("1023.00 GiB") == 12
 
 
 @ON_CARD
