@@ -19,8 +19,8 @@ from tidekv.arguments import (
 )
 from tidekv.errors import TidekvError
 from tidekv.garbage import none_to_collect
-from tidekv.plan_command import add_plan
-from tidekv.tables_command import add_tables
+from tidekv.plans.command import add_plan
+from tidekv.tables.command import add_tables
 
 #: Raised when a key of ``run --json`` changes its meaning or goes away.
 JSON_SCHEMA = 2

@@ -25,8 +25,8 @@ from app.views.plan import PATH
 from memtrace.sizes import format_size
 from tests.app.opening import figure, opened, words
 from tests.synthetic import prefill
-from tidekv import planning
 from tidekv.loading import PRESETS
+from tidekv.plans import planning
 
 GiB = 1 << 30
 

@@ -1,7 +1,8 @@
 """What prefills hold at their peaks: ``python -m tests.tidekv.peaks FILE``, where a card is.
 
 FILE is a JSON list of command lines of ``tidekv run``, each a list of words. Prints for each, on a
-line, what :func:`tidekv.planning.tensors_at_peak` finds. One process for all, which imports torch.
+line, what :func:`tidekv.plans.planning.tensors_at_peak` finds. One process for all, which imports
+torch.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from tidekv.arguments import (
     add_model,
     add_untrained,
 )
-from tidekv.planning import tensors_at_peak
+from tidekv.plans.planning import tensors_at_peak
 
 
 def held(words: list[str]) -> dict[str, dict[int, int]]:

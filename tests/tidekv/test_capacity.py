@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tidekv.capacity import STEP, Longest, Probe, search
+from tidekv.plans.capacity import STEP, Longest, Probe, search
 
 MiB = 1 << 20
 MODEL, TOKEN = 1000 * MiB, 100_000  # bytes

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.tidekv.test_plan import LLAMA, ON_CARD, plan
-from tidekv.fitting import Changes, bus_bytes, ladder, propose
+from tidekv.plans.fitting import Changes, bus_bytes, ladder, propose
 from tidekv.shapes import Shape
 
 LLAMA_SHAPE = Shape("llama", 32, 4096, 14336, 32, 8, 128, 128_256, False, "bfloat16")

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from memtrace.virtual_gpu.launch import environment
-from tidekv import planning
 from tidekv.arguments import add_batch, add_memory, add_methods, add_model
-from tidekv.cards import card_of
 from tidekv.formulas import peak, sizes
 from tidekv.formulas.asked import case_of
 from tidekv.loading import PRESETS
+from tidekv.plans import planning
+from tidekv.plans.cards import card_of
 
 CARD = "a100-40g"
 pytestmark = pytest.mark.skipif(

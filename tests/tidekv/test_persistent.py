@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tidekv import persistent, workloads
+from tidekv import workloads
+from tidekv.tables import persistent
 
 
 def tables(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":

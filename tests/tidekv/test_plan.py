@@ -16,11 +16,11 @@ from memtrace.analysis.summary import summarise
 from memtrace.dryrun import dry_run
 from memtrace.trace.reader import open_trace
 from tests.virtual_gpu.running import described
-from tidekv import searches
-from tidekv.capacity import Probe
-from tidekv.cards import candidates
-from tidekv.curve import Curve
-from tidekv.curve_command import curves_answered
+from tidekv.plans import searches
+from tidekv.plans.capacity import Probe
+from tidekv.plans.cards import candidates
+from tidekv.plans.curve import Curve
+from tidekv.plans.curve_command import curves_answered
 from tidekv.progress import LINES
 
 LLAMA = ("--model", "llama-3.1-8b", "--budget", "1024")

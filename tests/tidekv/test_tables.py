@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from memtrace.devices import catalogue
-from tidekv import tables
-from tidekv.measuring import Measured
-from tidekv.tables import Case, Row, Setting
+from tidekv.tables import memory
+from tidekv.tables.measuring import Measured
+from tidekv.tables.memory import Case, Row, Setting
 
 GIB = 1 << 30
 ON_CARD = pytest.mark.skipif(
@@ -21,7 +21,7 @@ ON_CARD = pytest.mark.skipif(
 AT = Setting(65536, "rtx-4090-24g")
 #: By the formula of docs/tables.md: weights, workspace of cuBLAS, cache, and so much a token.
 SNAPKV_8K = 2 * 8_030_261_248 + 8_519_680 + GIB // 2 + 8192 * 119_312
-ROWS = [row for table in tables.tables() for row in table.rows]
+ROWS = [row for table in memory.tables() for row in table.rows]
 
 
 def took(peak: float, *, fits: bool = True) -> Measured:
@@ -106,11 +106,11 @@ def test_each_row_is_of_a_card_and_of_methods_that_there_are(row: Row) -> None:
     assert not row.process or row.quantity == "reserved"
     for case in row.cases():
         assert "--schedule" in case.options()
-    assert tables.command(row.setting, row.methods).startswith("tidekv plan --model ")
+    assert memory.command(row.setting, row.methods).startswith("tidekv plan --model ")
 
 
 def test_prefills_of_one_card_allocator_and_model_are_beside_each_other() -> None:
-    cases = tables.cases_of(tables.tables())
+    cases = memory.cases_of(memory.tables())
     places = [(one.setting.device, one.setting.allocator, one.setting.model) for one in cases]
     changes = sum(a != b for a, b in itertools.pairwise(places))
     assert changes == len(set(places)) - 1
@@ -130,7 +130,7 @@ def found() -> dict[tuple[str, str], list[Measured]]:
     settings = [Setting(8192, "a100-40g", attention=attention) for attention in attentions]
     methods = ("snapkv", "published", "tidekv")
     cases = [Case(setting, method) for setting in settings for method in methods]
-    tables.measure(cases, Found(), lambda: None)
+    memory.measure(cases, Found(), lambda: None)
     return taken
 
 
@@ -169,10 +169,10 @@ def test_attention_takes_what_the_documentation_says(found: Any) -> None:
 @ON_CARD
 @pytest.mark.slow
 def test_a_row_s_command_plans_what_the_row_says() -> None:
-    (row,) = (row for row in tables.tables(["attention"])[0].rows if row.paper == 3.55)
+    (row,) = (row for row in memory.tables(["attention"])[0].rows if row.paper == 3.55)
     found: dict[Case, Measured] = {}
-    tables.measure(row.cases(), found, lambda: None)
-    words = tables.command(row.setting, row.methods).split()
+    memory.measure(row.cases(), found, lambda: None)
+    words = memory.command(row.setting, row.methods).split()
     told = subprocess.run(
         [sys.executable, "-m", *words, "--json"], capture_output=True, text=True, check=True
     )

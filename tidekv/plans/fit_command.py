@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tidekv.fitting import Changes, Fit
+    from tidekv.plans.fitting import Changes, Fit
 
 
 def fitted(arguments: argparse.Namespace, schema: int) -> bool:
@@ -18,7 +18,7 @@ def fitted(arguments: argparse.Namespace, schema: int) -> bool:
         schema: of ``plan --json``.
     """
     from memtrace.render import show
-    from tidekv import cards, searches
+    from tidekv.plans import cards, searches
 
     found, needed = searches.fit(arguments)
     card = cards.card_of(arguments.device)

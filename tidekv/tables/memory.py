@@ -1,7 +1,7 @@
 """The paper's memory results beside ours: ``published.toml`` has the figures, virtual cards ours.
 
 A row needs one prefill a column or two; prefills of one card, allocator and model share a process
-(:mod:`tidekv.measuring`). No torch here.
+(:mod:`tidekv.tables.measuring`). No torch here.
 """
 
 import argparse
@@ -18,11 +18,11 @@ from typing import Any
 
 from memtrace.allocator.settings import environment_of
 from memtrace.virtual_gpu.launch import environment
-from tidekv import planning
-from tidekv.cards import card_of
 from tidekv.errors import TidekvError, check_choice
-from tidekv.measuring import Measured
-from tidekv.plan_command import add_plan
+from tidekv.plans import planning
+from tidekv.plans.cards import card_of
+from tidekv.plans.command import add_plan
+from tidekv.tables.measuring import Measured
 
 _PUBLISHED = Path(__file__).with_name("published.toml")
 #: Allocated figures are to be within this share of the paper's.
@@ -243,7 +243,7 @@ def _measured(cases: list[Case], variables: Mapping[str, str]) -> Iterable[str]:
     Raises:
         TidekvError: it failed, and says why.
     """
-    command = [sys.executable, "-m", "tidekv.measuring"]
+    command = [sys.executable, "-m", "tidekv.tables.measuring"]
     jobs = json.dumps([(case.options(), case.setting.prompt) for case in cases])
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8") as said,

@@ -1,7 +1,7 @@
-"""The longest prompt that fits, searched in one process: ``python -m tidekv.capacity OPTIONS``.
+"""The longest prompt that fits, in one process: ``python -m tidekv.plans.capacity OPTIONS``.
 
-Runs where the device is, or seems to be: :mod:`tidekv.searches` starts it on a virtual card. It
-takes the options of ``tidekv run`` and prints one JSON object, the fields of :class:`Longest`.
+Runs where the device is, or seems to be: :mod:`tidekv.plans.searches` starts it on a virtual card.
+It takes the options of ``tidekv run`` and prints one JSON object, the fields of :class:`Longest`.
 """
 
 import argparse
@@ -128,7 +128,7 @@ def ceiling(tokens: int) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Search; a model that doesn't fit is an answer of 0 tokens."""
-    parser = parser_of("python -m tidekv.capacity", __doc__)
+    parser = parser_of("python -m tidekv.plans.capacity", __doc__)
     parser.add_argument("--up-to", type=int, required=True, metavar="N")
     return answer(parser.parse_args(argv), _longest)
 

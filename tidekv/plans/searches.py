@@ -7,20 +7,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tidekv.capacity import Longest, Probe
-from tidekv.cards import card_of, largest_card
-from tidekv.curve import Curve
-from tidekv.fitting import Fit, Try
-from tidekv.planning import check_ended, options, run
+from tidekv.plans.capacity import Longest, Probe
+from tidekv.plans.cards import card_of, largest_card
+from tidekv.plans.curve import Curve
+from tidekv.plans.fitting import Fit, Try
+from tidekv.plans.planning import check_ended, options, run
 
 
 def longest(arguments: argparse.Namespace) -> Longest:
     """The longest prompt that fits the card, up to ``arguments.up_to`` tokens.
 
     Raises:
-        TidekvError, SystemExit: as :func:`tidekv.planning.plan`.
+        TidekvError, SystemExit: as :func:`tidekv.plans.planning.plan`.
     """
-    found = _found(arguments, "tidekv.capacity", "--up-to", str(arguments.up_to))
+    found = _found(arguments, "tidekv.plans.capacity", "--up-to", str(arguments.up_to))
     return Longest(found["prompt"], found["shorter_than"], _probes(found))
 
 
@@ -28,10 +28,10 @@ def curve(arguments: argparse.Namespace, prompts: Sequence[int]) -> Curve:
     """Peaks of prompts of these lengths.
 
     Raises:
-        TidekvError, SystemExit: as :func:`tidekv.planning.plan`.
+        TidekvError, SystemExit: as :func:`tidekv.plans.planning.plan`.
     """
     words = ("--prompts", ",".join(map(str, prompts)))
-    return Curve(_probes(_found(arguments, "tidekv.curve", *words)))
+    return Curve(_probes(_found(arguments, "tidekv.plans.curve", *words)))
 
 
 def _probes(found: Mapping[str, Any]) -> tuple[Probe, ...]:
@@ -46,7 +46,7 @@ def fit(arguments: argparse.Namespace) -> tuple[Fit, int | None]:
         in allocated bytes, where nothing fits; None: something does, or not even that card does.
 
     Raises:
-        TidekvError, SystemExit: as :func:`tidekv.planning.plan`.
+        TidekvError, SystemExit: as :func:`tidekv.plans.planning.plan`.
     """
     found = _fit(arguments)
     if found.proposal is not None:
@@ -60,7 +60,7 @@ def _fit(arguments: argparse.Namespace, *more: str) -> Fit:
     card = card_of(arguments.device)
     arguments = argparse.Namespace(**{**vars(arguments), "engine": "virtual"})
     words = ("--card", card.key, "--prompt", str(arguments.prompt), *more)
-    found = _found(arguments, "tidekv.fitting", *words)
+    found = _found(arguments, "tidekv.plans.fitting", *words)
     tries = tuple(Try(**one) for one in found["tries"])
     return Fit(found["room"], found["proposal"], tries)
 

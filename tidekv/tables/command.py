@@ -11,8 +11,8 @@ from tidekv.errors import TidekvError
 if TYPE_CHECKING:
     from rich.table import Table as Grid
 
-    from tidekv.measuring import Measured
-    from tidekv.tables import Found, Row, Setting, Table
+    from tidekv.tables.measuring import Measured
+    from tidekv.tables.memory import Found, Row, Setting, Table
 
 #: Raised when a key of ``tables --json`` changes its meaning or goes away.
 _SCHEMA = 1
@@ -103,21 +103,21 @@ def _tables(arguments: argparse.Namespace) -> None:
 
 def _memory(arguments: argparse.Namespace) -> None:
     from memtrace.errors import MemtraceError
-    from tidekv import tables
     from tidekv.progress import progress_bar
+    from tidekv.tables import memory
 
-    wanted = tables.tables(arguments.only)
-    cases = tables.cases_of(wanted)
-    found: dict[tables.Case, Measured] = {}
+    wanted = memory.tables(arguments.only)
+    cases = memory.cases_of(wanted)
+    found: dict[memory.Case, Measured] = {}
     try:
         with progress_bar("Prefills", total=len(cases)) as done:
-            tables.measure(cases, found, done)
+            memory.measure(cases, found, done)
     except MemtraceError as error:
         raise TidekvError(f"{error}.") from error
     finally:
         if found and arguments.json:
             complete = len(found) == len(cases)
-            body = {"schema": _SCHEMA, "complete": complete, **tables.as_json(wanted, found)}
+            body = {"schema": _SCHEMA, "complete": complete, **memory.as_json(wanted, found)}
             print(json.dumps(body, indent=2))
         elif found:
             _print(wanted, found)
@@ -197,19 +197,19 @@ def _numbers(table: "Table") -> "dict[Setting, int]":
 
 def _below(table: "Table") -> str:
     """What is to be known of a table, and its commands."""
-    from tidekv import tables
+    from tidekv.tables import memory
 
     lines = textwrap.wrap(table.note, 100)
     for setting, number in _numbers(table).items():
         rows = (row for row in table.rows if row.setting == setting)
         methods = dict.fromkeys(method for row in rows for method in row.methods)
-        lines.append(f"[{number}] {tables.command(setting, methods)}")
+        lines.append(f"[{number}] {memory.command(setting, methods)}")
     return "\n" + "".join(f"{line}\n" for line in lines)
 
 
 def summary(wanted: "list[Table]", found: "Found") -> str:
     """How far the column ``as published`` is the paper's."""
-    from tidekv.tables import WITHIN
+    from tidekv.tables.memory import WITHIN
 
     rows = [row for table in wanted for row in table.rows]
     said = []
@@ -225,8 +225,9 @@ def summary(wanted: "list[Table]", found: "Found") -> str:
 
 
 def _study(arguments: argparse.Namespace) -> None:
-    from tidekv import persistent, workloads
+    from tidekv import workloads
     from tidekv.progress import progress_bar
+    from tidekv.tables import persistent
 
     requests = 150 if arguments.requests is None else arguments.requests
     workloads.check_requests(requests)

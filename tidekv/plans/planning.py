@@ -26,10 +26,10 @@ from memtrace.sizes import format_size
 from memtrace.trace.reader import Trace, open_trace
 from memtrace.virtual_gpu import READ_UNFOLLOWED, SAID
 from memtrace.virtual_gpu.torches import version_of
-from tidekv.cards import card_of, largest_card
 from tidekv.errors import TidekvError, check_choice
 from tidekv.formulas import Moment, peak, sizes
 from tidekv.formulas.asked import PLACEMENT, UnknownFormula, case_of
+from tidekv.plans.cards import card_of, largest_card
 
 #: Methods that have a name; what they set of the command line.
 METHODS: Mapping[str, Mapping[str, Any]] = {

@@ -1,8 +1,8 @@
-"""Prefills one after the other in one process: ``python -m tidekv.measuring < JOBS``.
+"""Prefills one after the other in one process: ``python -m tidekv.tables.measuring < JOBS``.
 
-Runs where the device is, or seems to be: :mod:`tidekv.tables` starts it on a virtual card. Standard
-input is a JSON list of ``[options of tidekv run, prompt tokens]``, all of one model; for each there
-is a line of JSON on standard output, the fields of :class:`Measured`.
+Runs where the device is, or seems to be: :mod:`tidekv.tables.memory` starts it on a virtual card.
+Standard input is a JSON list of ``[options of tidekv run, prompt tokens]``, all of one model; for
+each there is a line of JSON on standard output, the fields of :class:`Measured`.
 """
 
 import argparse
@@ -11,15 +11,8 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tidekv.arguments import (
-    add_batch,
-    add_device,
-    add_memory,
-    add_methods,
-    add_model,
-    add_untrained,
-)
 from tidekv.errors import DeviceMemoryError, TidekvError
+from tidekv.plans.capacity import forget, parser_of
 
 
 @dataclass(frozen=True)
@@ -51,10 +44,8 @@ def main() -> int:
 
 
 def _parsed(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tidekv.measuring", description=__doc__)
-    for add in (add_model, add_untrained, add_methods, add_device, add_batch, add_memory):
-        add(parser)
-    parser.set_defaults(max_new_tokens=0, device="cuda", untrained=True)
+    parser = parser_of("python -m tidekv.tables.measuring", __doc__)
+    parser.set_defaults(device="cuda", untrained=True)
     return parser.parse_args(words)
 
 
@@ -72,7 +63,6 @@ def _measure(arguments: argparse.Namespace, loaded: Any, prompt: int) -> Measure
     import torch
 
     from tidekv import running
-    from tidekv.capacity import forget
 
     forget()
     steady = cache = None

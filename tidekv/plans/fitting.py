@@ -1,4 +1,4 @@
-"""What makes a prompt fit a card, cheapest first: ``python -m tidekv.fitting OPTIONS``.
+"""What makes a prompt fit a card, cheapest first: ``python -m tidekv.plans.fitting OPTIONS``.
 
 The changes that a layer-major prefill allows, and what each costs:
 
@@ -8,8 +8,8 @@ The changes that a layer-major prefill allows, and what each costs:
 
 They make a ladder. Its rungs are tried until one fits; then each of its changes is left out, the
 dearest first, if it fits without. What formulas know not to fit isn't tried. All of it happens in
-one process where the device is, or seems to be: :mod:`tidekv.searches` starts it on a virtual card.
-It prints one JSON object, the fields of :class:`Fit`.
+one process where the device is, or seems to be: :mod:`tidekv.plans.searches` starts it on a
+virtual card. It prints one JSON object, the fields of :class:`Fit`.
 """
 
 import argparse
@@ -17,11 +17,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from tidekv.capacity import answer, forget, parser_of, read
 from tidekv.errors import DeviceMemoryError
 from tidekv.formulas import peak
 from tidekv.formulas.asked import DEFAULTS, UnknownFormula, case_of
 from tidekv.garbage import none_to_collect
+from tidekv.plans.capacity import answer, forget, parser_of, read
 from tidekv.shapes import Shape
 
 #: Options of the command line and what they become.
@@ -133,7 +133,7 @@ def propose(fits: Callable[[Changes], bool], rungs: Iterator[Changes]) -> Change
 
 def main(argv: list[str] | None = None) -> int:
     """Try; a prompt that fits in no way is an answer."""
-    parser = parser_of("python -m tidekv.fitting", __doc__)
+    parser = parser_of("python -m tidekv.plans.fitting", __doc__)
     parser.add_argument("--prompt", type=int, required=True, metavar="N")
     parser.add_argument("--card", required=True, help="of the catalogue, which the device is")
     parser.add_argument("--smallest", action="store_true", help="try the last rung alone")
@@ -218,7 +218,7 @@ def _try(asked: argparse.Namespace, changes: Changes, room: int) -> Try:
 
 def _by_formula(arguments: argparse.Namespace) -> int | None:
     """Bytes allocated at the peak; None: formulas don't know."""
-    from tidekv.cards import card_of
+    from tidekv.plans.cards import card_of
 
     try:
         return peak(case_of(arguments, card_of(arguments.card))).total

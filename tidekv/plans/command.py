@@ -16,9 +16,9 @@ from tidekv.errors import TidekvError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tidekv.capacity import Longest
-    from tidekv.cards import Candidate
-    from tidekv.planning import Plan
+    from tidekv.plans.capacity import Longest
+    from tidekv.plans.cards import Candidate
+    from tidekv.plans.planning import Plan
 
 #: Raised when a key of ``plan --json`` changes its meaning or goes away.
 _SCHEMA = 1
@@ -125,11 +125,11 @@ def _plan(arguments: argparse.Namespace) -> None:
     _check(arguments)
     try:
         if arguments.fit:
-            from tidekv.fit_command import fitted
+            from tidekv.plans.fit_command import fitted
 
             fits = fitted(arguments, _SCHEMA)
         elif arguments.prompts is not None:
-            from tidekv.curve_command import curves_answered
+            from tidekv.plans.curve_command import curves_answered
 
             fits = curves_answered(arguments, _methods(arguments), _SCHEMA)
         else:
@@ -191,7 +191,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _methods(arguments: argparse.Namespace) -> dict[str, argparse.Namespace]:
-    from tidekv import planning
+    from tidekv.plans import planning
 
     if arguments.compare is None:
         return {planning.name_of(arguments): arguments}
@@ -202,7 +202,7 @@ def _methods(arguments: argparse.Namespace) -> dict[str, argparse.Namespace]:
 def _planned(arguments: argparse.Namespace) -> bool:
     """Plan each method; whether all of them fit."""
     from memtrace.render import natural, show
-    from tidekv import cards, planning
+    from tidekv.plans import cards, planning
 
     if arguments.device is None:
         arguments.device = cards.largest_card().key
@@ -239,7 +239,7 @@ def _judged(found: "Plan") -> "list[Candidate]":
     Raises:
         TidekvError: not even the one that it was planned on does.
     """
-    from tidekv import cards
+    from tidekv.plans import cards
 
     if found.account is None or not found.fits:
         raise TidekvError(
@@ -370,7 +370,7 @@ def verdict(found: "Plan") -> str:
 def _longest(arguments: argparse.Namespace) -> bool:
     """Search for each method; whether each reads some prompt."""
     from memtrace.render import show, size
-    from tidekv import cards, searches
+    from tidekv.plans import cards, searches
 
     found = {name: searches.longest(chosen) for name, chosen in _methods(arguments).items()}
     card = cards.card_of(arguments.device)

@@ -1,7 +1,7 @@
-"""What prompts of several lengths take, in one process: ``python -m tidekv.curve OPTIONS``.
+"""What prompts of several lengths take, in one process: ``python -m tidekv.plans.curve OPTIONS``.
 
-Runs where the device is, or seems to be: :mod:`tidekv.planning` starts it on a virtual card. It
-takes the options of ``tidekv run`` and prints one JSON object, the fields of :class:`Curve`.
+Runs where the device is, or seems to be: :mod:`tidekv.plans.searches` starts it on a virtual card.
+It takes the options of ``tidekv run`` and prints one JSON object, the fields of :class:`Curve`.
 """
 
 import argparse
@@ -9,9 +9,9 @@ import sys
 from dataclasses import dataclass
 
 from tidekv.arguments import MOST
-from tidekv.capacity import Probe, answer, parser_of, tried
 from tidekv.errors import DeviceMemoryError, InfeasibleError
 from tidekv.garbage import none_to_collect
+from tidekv.plans.capacity import Probe, answer, parser_of, tried
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def lengths(text: str) -> list[int]:
 
 def main(argv: list[str] | None = None) -> int:
     """Try each; a model that doesn't fit is an answer without any."""
-    parser = parser_of("python -m tidekv.curve", __doc__)
+    parser = parser_of("python -m tidekv.plans.curve", __doc__)
     parser.add_argument("--prompts", required=True, metavar="N,N,…")
     return answer(parser.parse_args(argv), _curve)
 

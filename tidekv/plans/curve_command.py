@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from memtrace.devices import Device
-    from tidekv.curve import Curve
+    from tidekv.plans.curve import Curve
 
 
 def curves_answered(
@@ -26,8 +26,8 @@ def curves_answered(
         SystemExit: a planned run failed, and has said why.
     """
     from memtrace.render import natural, show
-    from tidekv import cards, searches
-    from tidekv.curve import lengths
+    from tidekv.plans import cards, searches
+    from tidekv.plans.curve import lengths
 
     prompts = lengths(arguments.prompts)
     card = cards.largest_card() if arguments.device is None else cards.card_of(arguments.device)

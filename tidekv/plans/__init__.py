@@ -1,0 +1,1 @@
+"""Dry runs of prefills on cards that aren't there: ``tidekv plan``."""
