@@ -21,6 +21,7 @@ from tidekv.plans.capacity import Probe
 from tidekv.plans.cards import candidates
 from tidekv.plans.curve import Curve
 from tidekv.plans.curve_command import curves_answered
+from tidekv.plans.planning import check_ended
 from tidekv.progress import LINES
 
 LLAMA = ("--model", "llama-3.1-8b", "--budget", "1024")
@@ -205,6 +206,13 @@ def test_peaks_of_several_lengths_are_those_of_each_alone(plans: dict[str, Any])
     lines = [json.loads(line) for line in told.stderr.splitlines() if line.startswith("{")]
     assert lines[0] == {"doing": "Trying 8,192 tokens", "done": 0, "total": 32}
     assert lines[32]["done"] == 32
+
+
+def test_a_killed_plan_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    killed = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    with pytest.raises(SystemExit, match="137"):
+        check_ended(dry_run(killed, device="cpu", out=tmp_path / "run"))
+    assert "tidekv: The planned process was killed by SIGKILL" in capsys.readouterr().err
 
 
 def test_no_figure_of_many_methods_is_cut(

@@ -295,11 +295,17 @@ def _run_once(
 
 
 def check_ended(trace: Trace) -> None:
-    """End as a planned process did that had room and failed; it has said why."""
+    """End as a planned process did that had room and failed.
+
+    It has said why, unless it was killed.
+    """
     ended = trace.manifest["exit"]
     code = ended["code"] if ended["code"] is not None else 128 + ended["signal"]
     if code == 130:
         raise KeyboardInterrupt
+    if ended["code"] is None:
+        verdict = trace.manifest["death"]["verdict"]
+        print(f"tidekv: The planned process was {verdict}.", file=sys.stderr)
     if code:
         raise SystemExit(code)
 
