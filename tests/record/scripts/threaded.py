@@ -4,10 +4,10 @@ import os
 import threading
 import time
 
-from memtrace.record.launcher import _pending, _signals_blocked
+from memtrace.record.signals import _pending, blocked
 
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
-with _signals_blocked():
+with blocked():
     for _ in range(300):
         if (child := os.fork()) == 0:
             os._exit(0)
