@@ -15,11 +15,10 @@ from memtrace import fake_gpu
 from memtrace.allocator.settings import Settings, environment_of, parse_version
 from memtrace.devices import Device, choose
 from memtrace.errors import MemtraceError
-from memtrace.fake_gpu.cards import FakeGpu
-from memtrace.fake_gpu.cards import prepare as prepare_fake
+from memtrace.fake_gpu.launch import prepare as prepare_fake
 from memtrace.record.launcher import record
 from memtrace.sizes import format_size
-from memtrace.trace.manifest import read_manifest, write_manifest
+from memtrace.trace.manifest import Knowledge, read_manifest, write_manifest
 from memtrace.trace.reader import Trace, open_trace
 from memtrace.virtual_gpu import UNFOLLOWED
 from memtrace.virtual_gpu.launch import VirtualGpu, prepare
@@ -88,7 +87,8 @@ def dry_run(
     if allocator:
         settings = Settings.parse(allocator, parse_version(version_of(command)))
     gpu = _prepared(engine, cards, command)
-    if isinstance(gpu, FakeGpu) and settings.backend != "native":
+    fake = gpu.knowledge is Knowledge.MODELLED
+    if fake and settings.backend != "native":
         raise MemtraceError(
             f"the engine fake doesn't model the allocator {settings.backend}, whose memory the "
             "driver manages; use the engine virtual"
@@ -109,13 +109,10 @@ def dry_run(
     trace = open_trace(out)
     if not trace.complete or any("failure" in one.manifest for one in trace.processes):
         raise MemtraceError(f"{out} couldn't be written in full, so what was planned isn't known")
-    if isinstance(gpu, FakeGpu):
-        _name_unmodelled(out)
-        trace = open_trace(out)
-    return trace
+    return _unmodelled_named(trace, out) if fake else trace
 
 
-def _prepared(engine: str, cards: Sequence[Device], command: Sequence[str]) -> VirtualGpu | FakeGpu:
+def _prepared(engine: str, cards: Sequence[Device], command: Sequence[str]) -> VirtualGpu:
     if engine == "fake" or not cards:
         return prepare_fake(cards)
     try:
@@ -127,10 +124,10 @@ def _prepared(engine: str, cards: Sequence[Device], command: Sequence[str]) -> V
 
 
 def _planned(
-    gpu: VirtualGpu | FakeGpu, device: str, cards: Sequence[Device], allocator: str
+    gpu: VirtualGpu, device: str, cards: Sequence[Device], allocator: str
 ) -> dict[str, Any]:
     """What the manifest of a planned run says: what it rests on, and what it can't know."""
-    engine = "fake" if isinstance(gpu, FakeGpu) else "virtual"
+    engine = "fake" if gpu.knowledge is Knowledge.MODELLED else "virtual"
     modelled = list(_MODELLED[engine] if cards else _MODELLED["fake"][:1])
     unknown = ["time: nothing is computed", "memory of libraries, driver and other processes"]
     for card in dict.fromkeys(cards):
@@ -148,12 +145,14 @@ def _planned(
     }
 
 
-def _name_unmodelled(run: Path) -> None:
+def _unmodelled_named(trace: Trace, run: Path) -> Trace:
     """Say in a run's manifest which operators' scratch memory its processes couldn't know."""
-    processes = [process.manifest for process in open_trace(run).processes]
+    processes = [process.manifest for process in trace.processes]
     met = {one for manifest in processes for one in manifest.get(fake_gpu.UNMODELLED) or ()}
-    if met:
-        manifest = read_manifest(run)
-        manifest = {name: one for name, one in manifest.items() if name not in ("format", "schema")}
-        unknown = [*manifest["planned"]["unknown"], f"scratch memory of {', '.join(sorted(met))}"]
-        write_manifest(run, manifest | {"planned": {**manifest["planned"], "unknown": unknown}})
+    if not met:
+        return trace
+    manifest = read_manifest(run)
+    manifest = {name: one for name, one in manifest.items() if name not in ("format", "schema")}
+    unknown = [*manifest["planned"]["unknown"], f"scratch memory of {', '.join(sorted(met))}"]
+    write_manifest(run, manifest | {"planned": {**manifest["planned"], "unknown": unknown}})
+    return open_trace(run)

@@ -106,3 +106,12 @@ def add_memory(run: argparse.ArgumentParser) -> None:
         ("--host-embeddings", "embeddings and head are on the host; the head visits at the end"),
     ):
         memory.add_argument(flag, action="store_true", default=None, help=text)
+
+
+def parser_of(program: str, description: str | None) -> argparse.ArgumentParser:
+    """The options of ``tidekv run`` that choose a method, for a prefill alone."""
+    parser = argparse.ArgumentParser(prog=program, description=description)
+    for add in (add_model, add_untrained, add_methods, add_device, add_batch, add_memory):
+        add(parser)
+    parser.set_defaults(max_new_tokens=0)
+    return parser

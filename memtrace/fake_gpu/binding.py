@@ -10,14 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.utils import _device
 
+from memtrace.devices import Device
 from memtrace.fake_gpu import streams
-from memtrace.fake_gpu.cards import Card
 from memtrace.fake_gpu.memory import FakeMemory
+from memtrace.virtual_gpu.child import refusing
 
 _DeviceType: Any = torch._C._autograd.DeviceType
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
@@ -45,7 +46,7 @@ class Properties:
     gcnArchName: str = ""
 
 
-def install(memory: FakeMemory, cards: list[Card]) -> None:
+def install(memory: FakeMemory, cards: list[Device]) -> None:
     """Make PyTorch see the cards."""
     properties = [_properties(number, card) for number, card in enumerate(cards)]
     binding: Any = torch._C
@@ -66,7 +67,7 @@ def install(memory: FakeMemory, cards: list[Card]) -> None:
     for owner in (cuda, cuda.streams):
         owner.Stream, owner.Event = streams.Stream, streams.Event
     for name in ("capture_begin", "replay"):
-        refuse = _refusing("a fake GPU can't record CUDA graphs; use the engine virtual")
+        refuse = refusing("a fake GPU can't record CUDA graphs; use the engine virtual")
         setattr(cuda.CUDAGraph, name, refuse)
     accelerator = torch.accelerator
     accelerator.is_available = lambda: True
@@ -74,7 +75,7 @@ def install(memory: FakeMemory, cards: list[Card]) -> None:
     accelerator.device_count = cuda.device_count
     accelerator.synchronize = lambda *_: None
     plain = torch.autograd.graph._engine_run_backward
-    refuse = _refusing("a fake GPU can't compute gradients; use the engine virtual")
+    refuse = refusing("a fake GPU can't compute gradients; use the engine virtual")
     for module in (torch.autograd, torch.autograd.graph):
         module._engine_run_backward = lambda tensors, *rest, **options: (  # type: ignore
             refuse if any(one.is_cuda for one in tensors) else plain
@@ -86,7 +87,7 @@ def install(memory: FakeMemory, cards: list[Card]) -> None:
     _install_guard()
 
 
-def _properties(number: int, card: Card) -> Properties:
+def _properties(number: int, card: Device) -> Properties:
     major, minor = card.capability
     return Properties(
         name=card.name,
@@ -231,10 +232,3 @@ def _host_first(plain: Any) -> Any:
         return made.requires_grad_(grows)
 
     return make
-
-
-def _refusing(sentence: str) -> Any:
-    def refuse(*_: object, **__: object) -> NoReturn:
-        raise RuntimeError(sentence)
-
-    return refuse

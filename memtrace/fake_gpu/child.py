@@ -1,14 +1,12 @@
 """What a process on fake GPUs does right after it has imported torch."""
 
+import json
 import os
-import sys
 from types import ModuleType
 
-from memtrace.fake_gpu.cards import Card, cards
+from memtrace.devices import Device
+from memtrace.fake_gpu import VARIABLE
 from memtrace.virtual_gpu import UNFOLLOWED
-
-#: Set once a process has said that its GPUs are fake; its children inherit it.
-_SAID = "MEMTRACE_FAKE_GPU_SAID"
 
 
 def enter(torch: ModuleType) -> None:
@@ -17,9 +15,9 @@ def enter(torch: ModuleType) -> None:
     from memtrace.fake_gpu import attention, binding, mode, tensors
     from memtrace.fake_gpu.memory import FakeMemory
     from memtrace.virtual_gpu import values
-    from memtrace.virtual_gpu.child import without_compilers
+    from memtrace.virtual_gpu.child import say, without_compilers
 
-    found = cards()
+    found = _cards()
     if not found:
         from memtrace.fake_gpu import host
 
@@ -27,7 +25,7 @@ def enter(torch: ModuleType) -> None:
         host.install()
         host.FakeHost().__enter__()
         return
-    _say(found)
+    say("fake", [card.name for card in found])
     conf = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     version = parse_version(torch.__version__)
     memory = FakeMemory(found, Settings.parse(conf, version), version, conf)
@@ -41,11 +39,9 @@ def enter(torch: ModuleType) -> None:
     values.start(follow=follow, device=mode.FakeGpu)
 
 
-def _say(found: list[Card]) -> None:
-    if _SAID in os.environ:
-        return
-    os.environ[_SAID] = "1"
-    names = [one.name for one in found]
-    counted = {name: names.count(name) for name in names}
-    said = ", ".join(f"{n}× {name}" if n > 1 else name for name, n in counted.items())
-    print(f"memtrace: fake GPU {said}: nothing is computed, times mean nothing", file=sys.stderr)
+def _cards() -> list[Device]:
+    """Those that this process was given."""
+    return [
+        Device(**{**one, "capability": tuple(one["capability"])})
+        for one in json.loads(os.environ[VARIABLE])
+    ]

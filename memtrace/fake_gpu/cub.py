@@ -6,7 +6,7 @@ Formulas are those of CCCL, ``cub/device/dispatch/dispatch_radix_sort.cuh``, wit
 as on the virtual GPU: how many registers a kernel needs is known to no host code.
 """
 
-from memtrace.fake_gpu.cards import Card
+from memtrace.devices import Device
 
 _ALIGNMENT = 256  # of each part of a temporary storage, and of its beginning
 _DIGITS = 256
@@ -25,7 +25,7 @@ _TILE_80_KEYS = 384 * 10
 _SUBSCRIPTION, _SCANNED = 5, 512 * 11
 
 
-def radix_sort_pairs(count: int, key: int, card: Card) -> int:
+def radix_sort_pairs(count: int, key: int, card: Device) -> int:
     """To sort keys of ``key`` bytes with values of 8, neither overwritten."""
     new = card.capability >= (9, 0)
     copies = (count * key, count * 8)
@@ -38,7 +38,7 @@ def radix_sort_pairs(count: int, key: int, card: Card) -> int:
     return _onesweep(count, tile, key, copies if key > 1 else ())
 
 
-def radix_sort_keys(count: int, card: Card) -> int:
+def radix_sort_keys(count: int, card: Device) -> int:
     """To sort keys of 8 bytes by up to 8 of their bits."""
     return _onesweep(count, _TILE_90_KEYS if card.capability >= (9, 0) else _TILE_80_KEYS, 1, ())
 

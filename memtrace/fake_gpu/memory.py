@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from memtrace import devices
 from memtrace.allocator.device import Device
 from memtrace.allocator.log import Log
 from memtrace.allocator.native import NativeAllocator
@@ -24,7 +25,6 @@ from memtrace.allocator.oom import OutOfMemory
 from memtrace.allocator.pools import Block
 from memtrace.allocator.settings import Settings, Version
 from memtrace.allocator.statistics import Running
-from memtrace.fake_gpu.cards import Card
 from memtrace.fake_gpu.tensors import Lease, addresses
 from memtrace.trace.schema import Action
 
@@ -96,7 +96,7 @@ class _History:
 class CardMemory:
     """One card: its allocator, what that did, and what it counts."""
 
-    def __init__(self, card: Card, settings: Settings, version: Version) -> None:
+    def __init__(self, card: devices.Device, settings: Settings, version: Version) -> None:
         self.card = card
         self.device = Device(card.total, card.context or 0)
         self.allocator = NativeAllocator(self.device, settings, version)
@@ -121,7 +121,9 @@ class CardMemory:
 class FakeMemory:
     """The memory of all cards, and what PyTorch keeps of it beside."""
 
-    def __init__(self, cards: list[Card], settings: Settings, version: Version, conf: str) -> None:
+    def __init__(
+        self, cards: list[devices.Device], settings: Settings, version: Version, conf: str
+    ) -> None:
         self.cards = [CardMemory(card, settings, version) for card in cards]
         self.settings = settings
         self.keeps_workspace = version < (2, 15)
@@ -191,7 +193,7 @@ class FakeMemory:
             (_, number, _), address = self._workspaces.popitem()
             self.free(address, number)
 
-    def card(self, device: torch.device) -> Card:
+    def card(self, device: torch.device) -> devices.Device:
         """The figures of a card."""
         return self.cards[device.index or 0].card
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable
 
 from torch import Tensor
 
-from memtrace.fake_gpu.cards import Card
+from memtrace.devices import Device
 
 _WARP, _THREADS = 32, 512
 #: What a thread reads at least and at most before blocks share an output.
@@ -13,7 +13,7 @@ _FEW, _MANY = 16, 256
 
 
 def scratch(
-    values: Tensor, reduced: Collection[int], partial: int, vector: int, card: Card
+    values: Tensor, reduced: Collection[int], partial: int, vector: int, card: Device
 ) -> tuple[int, int] | None:
     """Bytes of partial results and of counters of finished blocks; None: a block is enough.
 

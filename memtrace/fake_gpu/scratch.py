@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memtrace.devices import Device
 from memtrace.fake_gpu import cub, reductions
-from memtrace.fake_gpu.cards import Card
 
 #: A step of a :class:`Scratch`.
 GIVE_BACK = None
@@ -95,7 +95,7 @@ def has(func: Any) -> bool:
     return name in _MODELS or name in _PRODUCTS or name in _UNMODELLED
 
 
-def of(func: Any, args: Any, kwargs: Any, out: Any, card: Card | None) -> Scratch:
+def of(func: Any, args: Any, kwargs: Any, out: Any, card: Device | None) -> Scratch:
     """What an operator takes; ``out``: what it returns, as meta tensors; no card: the CPU, where
     scratch memory isn't booked."""
     if card is None:
@@ -120,7 +120,7 @@ def _name(func: Any) -> str:
     return name
 
 
-def _flash(args: Any, kwargs: Any, out: Any, card: Card) -> Scratch:
+def _flash(args: Any, kwargs: Any, out: Any, card: Device) -> Scratch:
     """``_flash_attention_forward`` → ``mha_fwd`` and ``set_params_splitkv`` (flash_api.cpp): with
     few rows the keys are split, and each part's output and log-sum-exp are kept in float32."""
     query, key = args[:2]
@@ -155,13 +155,13 @@ def _splits(work: int, processors: int, blocks: int) -> int:
     return next((splits for splits, share in busy.items() if share >= 0.85 * best), 1)
 
 
-def _efficient(args: Any, kwargs: Any, out: Any, card: Card) -> Scratch:
+def _efficient(args: Any, kwargs: Any, out: Any, card: Device) -> Scratch:
     """``_efficient_attention_forward`` (attention.cu): seed and offset of the random numbers come
     first."""
     return Scratch((2, 3, 0, 1))
 
 
-def _sort(args: Any, kwargs: Any, out: Any, card: Card) -> Scratch:
+def _sort(args: Any, kwargs: Any, out: Any, card: Device) -> Scratch:
     """``sort_stable_kernel`` (Sort.cpp) and ``launch_stable_sort_kernel`` (SortStable.cu)."""
     values = args[0]
     if not values.dim() or not values.numel():
@@ -178,7 +178,7 @@ def _sort(args: Any, kwargs: Any, out: Any, card: Card) -> Scratch:
     return Scratch((0, 1, *copies, *_sort_steps(count, rows, size, card)))
 
 
-def _sort_steps(count: int, rows: int, size: int, card: Card) -> tuple[int | None, ...]:
+def _sort_steps(count: int, rows: int, size: int, card: Device) -> tuple[int | None, ...]:
     """``launch_stable_sort_kernel``, of ``count`` values of ``size`` bytes in rows."""
     segments = count // rows
     if segments == 1 or rows >= _LARGE_SORT:
@@ -192,7 +192,7 @@ def _sort_steps(count: int, rows: int, size: int, card: Card) -> tuple[int | Non
     return (-8 * count, -cub.segmented_sort_pairs(count, size), GIVE_BACK, GIVE_BACK)
 
 
-def _topk(args: Any, kwargs: Any, out: Any, card: Card) -> Scratch:
+def _topk(args: Any, kwargs: Any, out: Any, card: Device) -> Scratch:
     """``topk_out_with_sort`` and ``launch_gather_topk_kernel`` (TensorTopK.cpp, TensorTopK.cu):
     several blocks look through a long row together."""
     values, k = args[:2]
@@ -218,13 +218,13 @@ def _topk(args: Any, kwargs: Any, out: Any, card: Card) -> Scratch:
     return Scratch(tuple(steps))
 
 
-def _items_per_thread(count: int, card: Card) -> int:
+def _items_per_thread(count: int, card: Device) -> int:
     """``get_items_per_thread`` (TensorTopK.cu), of a kernel that takes 40 registers a thread."""
     held = min(_REGISTERS // (40 * _BLOCK), card.blocks_per_processor)
     return max(4, min(-(-count // (card.processors * held * _BLOCK)), 64))
 
 
-def _summed(args: Any, kwargs: Any, out: Any, card: Card) -> Scratch:
+def _summed(args: Any, kwargs: Any, out: Any, card: Device) -> Scratch:
     """``gpu_reduce_kernel`` (Reduce.cuh) of sums, products and means; ``make_reduction``
     (ReduceOpsUtils.h) first converts what isn't of the result's type, but for 16 bits to 32."""
     values, result = args[0], kwargs["out"] if out is None else out
@@ -237,35 +237,35 @@ def _summed(args: Any, kwargs: Any, out: Any, card: Card) -> Scratch:
     return Scratch((0, -size * values.numel(), *(found.steps or (0,))[1:]))
 
 
-def _extreme(args: Any, kwargs: Any, out: Any, card: Card) -> Scratch:
+def _extreme(args: Any, kwargs: Any, out: Any, card: Device) -> Scratch:
     """The same of extremes, which with their places are a value and 8 bytes, aligned."""
     if isinstance(out, (list, tuple)):
         return _reduction(args, kwargs, card, 16, outputs=2)
     return _reduction(args, kwargs, card, args[0].element_size())
 
 
-def _norm(args: Any, kwargs: Any, out: Any, card: Card) -> Scratch:
+def _norm(args: Any, kwargs: Any, out: Any, card: Device) -> Scratch:
     """The same of norms, whose first option is no dimension."""
     return _reduction((args[0], *args[2:]), kwargs, card, max(args[0].element_size(), 4))
 
 
-def _decided(args: Any, kwargs: Any, out: Any, card: Card) -> Scratch:
+def _decided(args: Any, kwargs: Any, out: Any, card: Device) -> Scratch:
     """The same of ``any`` and ``all``."""
     return _reduction(args, kwargs, card, 1)
 
 
-def _placed(args: Any, kwargs: Any, out: Any, card: Card) -> Scratch:
+def _placed(args: Any, kwargs: Any, out: Any, card: Device) -> Scratch:
     """The same of places of extremes."""
     return _reduction(args, kwargs, card, 16)
 
 
-def _spread(args: Any, kwargs: Any, out: Any, card: Card) -> Scratch:
+def _spread(args: Any, kwargs: Any, out: Any, card: Device) -> Scratch:
     """The same of variances: a mean, a sum of squares and two counts (SharedReduceOps.h)."""
     return _reduction(args, kwargs, card, 32 if args[0].element_size() == 8 else 16, vector=2)
 
 
 def _reduction(
-    args: Any, kwargs: Any, card: Card, partial: int, *, vector: int = 4, outputs: int = 1
+    args: Any, kwargs: Any, card: Device, partial: int, *, vector: int = 4, outputs: int = 1
 ) -> Scratch:
     values: torch.Tensor = args[0]
     dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
@@ -282,14 +282,14 @@ def _reduction(
     return Scratch((*range(outputs), -taken[0], -taken[1]))
 
 
-def _pow(args: Any, kwargs: Any, out: Any, card: Card) -> Scratch:
+def _pow(args: Any, kwargs: Any, out: Any, card: Device) -> Scratch:
     """``pow_Scalar_out`` (Pow.cpp): a base that is a number becomes a tensor of 8 bytes."""
     if isinstance(args[0], torch.Tensor) or args[0] == 1:
         return _NOTHING
     return Scratch((0, -8))
 
 
-Model = Callable[[Any, Any, Any, Card], Scratch]
+Model = Callable[[Any, Any, Any, Device], Scratch]
 _MODELS: dict[str, Model] = {
     "_scaled_dot_product_flash_attention": _flash,
     "_scaled_dot_product_efficient_attention": _efficient,

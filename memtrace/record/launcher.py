@@ -35,7 +35,6 @@ from memtrace.trace.manifest import (
 )
 
 if TYPE_CHECKING:
-    from memtrace.fake_gpu.cards import FakeGpu
     from memtrace.virtual_gpu.launch import VirtualGpu
 
 #: Exit codes of the launcher itself: 125 to 127 as env(1) and timeout(1) have them, 123 ours.
@@ -70,7 +69,7 @@ def record(
     quiet: bool = False,
     as_json: bool = False,
     finish: Callable[[Path], Iterable[str]] | None = None,
-    virtual_gpu: "VirtualGpu | FakeGpu | None" = None,
+    virtual_gpu: "VirtualGpu | None" = None,
     notes: Mapping[str, Any] | None = None,
     stdout: int | None = None,
     stderr: int | None = None,
@@ -159,7 +158,7 @@ def record(
         return 0 if was_recorded(processes) else NOT_RECORDED
 
 
-def _of_virtual(gpu: "VirtualGpu | FakeGpu | None") -> dict[str, Any]:
+def _of_virtual(gpu: "VirtualGpu | None") -> dict[str, Any]:
     """What the manifest says of virtual GPUs."""
     return {"knowledge": gpu.knowledge, "virtual_gpu": gpu.figures()} if gpu else {}
 

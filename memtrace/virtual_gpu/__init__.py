@@ -12,7 +12,7 @@ VARIABLE = "MEMTRACE_VIRTUAL_GPU"
 #: The variable that says, set to anything, that values aren't followed.
 UNFOLLOWED = "MEMTRACE_VIRTUAL_GPU_UNFOLLOWED"
 
-#: Set once a process has said that its GPUs are virtual; its children inherit it.
+#: Set once a process has said that its GPUs are virtual, or fake; its children inherit it.
 SAID = "MEMTRACE_VIRTUAL_GPU_SAID"
 
 #: Exit code of a process without followed values that came to read one.

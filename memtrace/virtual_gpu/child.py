@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -16,7 +17,8 @@ def enter(torch: ModuleType) -> None:
         SystemExit: this torch can't use them; the message says why.
     """
     _check(torch)
-    _say()
+    entries = os.environ[VARIABLE].split(";")[1:]
+    say("virtual", [entry.partition("|")[0] for entry in entries])
     without_compilers(torch)
     from memtrace.virtual_gpu import values  # it needs torch, and no other process needs it
 
@@ -50,19 +52,22 @@ def _check(torch: ModuleType) -> None:
         )
 
 
-def _say() -> None:
+def say(kind: str, names: Sequence[str]) -> None:
+    """That GPUs of these names are virtual or fake, once in a tree of processes."""
     if SAID in os.environ:
         return
     os.environ[SAID] = "1"
-    names = [entry.partition("|")[0] for entry in os.environ[VARIABLE].split(";")[1:]]
     counted = {name: names.count(name) for name in names}
     cards = ", ".join(f"{n}× {name}" if n > 1 else name for name, n in counted.items())
-    print(
-        f"memtrace: virtual GPU {cards}: nothing is computed, times mean nothing", file=sys.stderr
-    )
+    print(f"memtrace: {kind} GPU {cards}: nothing is computed, times mean nothing", file=sys.stderr)
 
 
-def _refusing(sentence: str) -> Any:
+def refusing(sentence: str) -> Any:
+    """What takes the place of a function that virtual and fake GPUs can't have.
+
+    Its calls raise a RuntimeError of this sentence.
+    """
+
     def refuse(*_: object, **__: object) -> NoReturn:
         raise RuntimeError(sentence)
 
@@ -77,7 +82,7 @@ def _run_uncompiled(utils: ModuleType) -> None:
 
 
 def _refuse_nccl(distributed: ModuleType) -> None:
-    refuse = _refusing("the virtual GPU has no NCCL; use the backend gloo")
+    refuse = refusing("the virtual GPU has no NCCL; use the backend gloo")
     for name in vars(distributed):
         if name.startswith("ProcessGroupNCCL"):
             getattr(distributed, name).__init__ = refuse
@@ -89,14 +94,14 @@ def _hide_triton(triton: Any) -> None:
 
 
 def _refuse_triton(jit: ModuleType) -> None:
-    jit.JITFunction.run = _refusing(
+    jit.JITFunction.run = refusing(
         "the virtual GPU can't run Triton kernels; use PyTorch's own kernels"
     )
 
 
 def _refuse_inductor(scheduler: ModuleType) -> None:
     create = scheduler.Scheduler.create_backend
-    refuse = _refusing(
+    refuse = refusing(
         "the virtual GPU can't run what torch.compile generates with Triton; run the model without "
         "torch.compile, or with backend='eager'"
     )

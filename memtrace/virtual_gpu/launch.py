@@ -17,16 +17,17 @@ from memtrace.virtual_gpu.torches import find_torch
 
 @dataclass(frozen=True)
 class VirtualGpu:
-    """Virtual GPUs, ready to be used.
+    """GPUs that aren't there, ready to be used; :mod:`memtrace.fake_gpu.launch` makes some too.
 
     Attributes:
-        devices: the cards.
+        devices: the cards; none: what is planned runs on the CPU, whose tensors are fake.
         variables: what to add to the environment of a child.
+        knowledge: how a run on them knows a byte.
     """
 
     devices: tuple[Device, ...]
     variables: Mapping[str, str]
-    knowledge = Knowledge.VIRTUAL
+    knowledge: Knowledge = Knowledge.VIRTUAL
 
     def figures(self) -> dict[str, Any]:
         """What a manifest keeps: every figure of every card, with its source."""

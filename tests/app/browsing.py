@@ -95,3 +95,17 @@ def settle(page: Any) -> None:
     """Wait until the page is whole."""
     page.evaluate("window.stillSince = 0")
     page.wait_for_function(_STILL)
+
+
+def drag(page: Any, share: float) -> tuple[float, float]:
+    """Drag over the timeline, from its middle by a share of its width; the middle, in pixels."""
+    plot = page.locator(".st-key-timeline .js-plotly-plot")
+    plot.locator(".scatterlayer .fills path").first.wait_for()
+    area = plot.locator('.nsewdrag[data-subplot="xy"]').bounding_box()
+    assert area is not None
+    x, y = area["x"] + area["width"] / 2, area["y"] + area["height"] / 2
+    page.mouse.move(x, y)
+    page.mouse.down()
+    page.mouse.move(x + share * area["width"], y + 10, steps=5)
+    page.mouse.up()
+    return x, y

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("streamlit")
 
-from tests.app.browsing import browsing, serving, settle
+from tests.app.browsing import browsing, drag, serving, settle
 from tests.synthetic import History, prefill
 
 
@@ -109,14 +109,7 @@ def test_a_timeline_is_explored_by_drag_click_and_double_click(
     with serving(tmp_path, *runs) as (_, url), browsing(url) as page:
         page.get_by_role("link", name="Timeline").click()
         plot = page.locator(".st-key-timeline .js-plotly-plot")
-        plot.locator(".scatterlayer .fills path").first.wait_for()
-        area = plot.locator('.nsewdrag[data-subplot="xy"]').bounding_box()
-        assert area is not None
-        x, y = area["x"] + area["width"] / 2, area["y"] + area["height"] / 2
-        page.mouse.move(x, y)
-        page.mouse.down()
-        page.mouse.move(x - area["width"] / 4, y + 10, steps=5)
-        page.mouse.up()
+        x, y = drag(page, -0.25)
         page.wait_for_url("**from=0.01**to=0.02**")
         plot.get_by_text("highest here").first.wait_for()
         page.mouse.move(x, y)

@@ -20,7 +20,7 @@ import tidekv
 from app import views
 from memtrace import scopes
 from memtrace.record.here import record_here
-from tests.app.browsing import browsing, serving, settle
+from tests.app.browsing import browsing, drag, serving, settle
 from tests.app.test_odd_runs import ODD
 from tests.test_end_to_end import untrained
 
@@ -156,15 +156,7 @@ def test_odd_runs_fit_the_page(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_drag_zooms_and_a_click_lists_what_is_alive(pair: tuple[str, str]) -> None:
     with browsing(f"{pair[1]}/timeline") as page:
-        plot = page.locator(".st-key-timeline .js-plotly-plot")
-        plot.locator(".scatterlayer .fills path").first.wait_for()
-        area = plot.locator('.nsewdrag[data-subplot="xy"]').bounding_box()
-        assert area is not None
-        x, y = area["x"] + area["width"] / 2, area["y"] + area["height"] / 2
-        page.mouse.move(x, y)
-        page.mouse.down()
-        page.mouse.move(x + area["width"] / 4, y + 10, steps=5)
-        page.mouse.up()
+        x, y = drag(page, 0.25)
         page.wait_for_url("**from=**to=**")
         page.locator("[data-stale=true]").first.wait_for(state="detached")
         page.mouse.move(x, y)

@@ -5,7 +5,6 @@ line, what :func:`tidekv.plans.planning.tensors_at_peak` finds. One process for 
 torch.
 """
 
-import argparse
 import gc
 import json
 import sys
@@ -18,24 +17,15 @@ from memtrace.analysis.summary import summarise
 from memtrace.record.here import record_here
 from memtrace.trace.reader import open_trace
 from tidekv import running
-from tidekv.arguments import (
-    add_batch,
-    add_device,
-    add_memory,
-    add_methods,
-    add_model,
-    add_untrained,
-)
+from tidekv.arguments import parser_of
 from tidekv.plans.planning import tensors_at_peak
 
 
 def held(words: list[str]) -> dict[str, dict[int, int]]:
     """By component, how many tensors of each size."""
-    parser = argparse.ArgumentParser()
-    for add in (add_model, add_methods, add_device, add_batch, add_memory, add_untrained):
-        add(parser)
+    parser = parser_of("python -m tests.tidekv.peaks", __doc__)
     parser.add_argument("--prompt-tokens", type=int)
-    parser.set_defaults(max_new_tokens=0, device="cuda", untrained=True)
+    parser.set_defaults(device="cuda", untrained=True)
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()  # each prefill makes its own
     with tempfile.TemporaryDirectory() as scratch:

@@ -13,14 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tidekv.arguments import (
-    add_batch,
-    add_device,
-    add_memory,
-    add_methods,
-    add_model,
-    add_untrained,
-)
+from tidekv.arguments import parser_of
 from tidekv.errors import DeviceMemoryError, TidekvError
 from tidekv.garbage import none_to_collect
 
@@ -133,19 +126,6 @@ def main(argv: list[str] | None = None) -> int:
     return answer(parser.parse_args(argv), _longest)
 
 
-def parser_of(program: str, description: str | None) -> argparse.ArgumentParser:
-    """The options of ``tidekv run`` that choose a method, for a prefill alone."""
-    parser = argparse.ArgumentParser(prog=program, description=description)
-    add_model(parser)
-    add_untrained(parser)
-    add_methods(parser)
-    add_device(parser)
-    add_batch(parser)
-    add_memory(parser)
-    parser.set_defaults(max_new_tokens=0)
-    return parser
-
-
 def answer(arguments: argparse.Namespace, find: Callable[[argparse.Namespace], Any]) -> int:
     """Print the fields of the dataclass that is found; the exit status."""
     try:
@@ -160,22 +140,29 @@ def answer(arguments: argparse.Namespace, find: Callable[[argparse.Namespace], A
 
 
 def _longest(arguments: argparse.Namespace) -> Longest:
-    with none_to_collect():
-        import torch
-
-        from tidekv import running
-
-    try:
-        with running.memory_errors():
-            loaded = running.load(arguments)
-    except DeviceMemoryError:
+    loaded = load(arguments)
+    if loaded is None:
         return Longest(0, STEP, ())
+    import torch
+
     forget()
     room = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     budget = arguments.budget
     first = ceiling(max(8 * STEP, budget if isinstance(budget, int) else 0))
     probe = functools.partial(tried, arguments, loaded)
     return search(probe, room=room, first=first, last=ceiling(arguments.up_to))
+
+
+def load(arguments: argparse.Namespace) -> Any | None:
+    """What ``tidekv run`` loads; None: not even the model fits."""
+    with none_to_collect():
+        from tidekv import running
+
+    try:
+        with running.memory_errors():
+            return running.load(arguments)
+    except DeviceMemoryError:
+        return None
 
 
 def tried(arguments: argparse.Namespace, loaded: Any, prompt: int) -> Probe:

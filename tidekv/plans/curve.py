@@ -8,10 +8,9 @@ import argparse
 import sys
 from dataclasses import dataclass
 
-from tidekv.arguments import MOST
-from tidekv.errors import DeviceMemoryError, InfeasibleError
-from tidekv.garbage import none_to_collect
-from tidekv.plans.capacity import Probe, answer, parser_of, tried
+from tidekv.arguments import MOST, parser_of
+from tidekv.errors import InfeasibleError
+from tidekv.plans.capacity import Probe, answer, load, tried
 
 
 @dataclass(frozen=True)
@@ -48,13 +47,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _curve(arguments: argparse.Namespace) -> Curve:
-    with none_to_collect():
-        from tidekv import running
-
-    try:
-        with running.memory_errors():
-            loaded = running.load(arguments)
-    except DeviceMemoryError:
+    loaded = load(arguments)
+    if loaded is None:
         return Curve(())
     probes: list[Probe] = []
     for prompt in lengths(arguments.prompts):

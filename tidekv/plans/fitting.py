@@ -17,11 +17,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from tidekv.arguments import parser_of
 from tidekv.errors import DeviceMemoryError
 from tidekv.formulas import peak
 from tidekv.formulas.asked import DEFAULTS, UnknownFormula, case_of
 from tidekv.garbage import none_to_collect
-from tidekv.plans.capacity import answer, forget, parser_of, read
+from tidekv.plans.capacity import answer, forget, read
 from tidekv.shapes import Shape
 
 #: Options of the command line and what they become.

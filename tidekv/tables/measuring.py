@@ -11,8 +11,9 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from tidekv.arguments import parser_of
 from tidekv.errors import DeviceMemoryError, TidekvError
-from tidekv.plans.capacity import forget, parser_of
+from tidekv.plans.capacity import forget
 
 
 @dataclass(frozen=True)
