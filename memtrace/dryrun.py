@@ -9,7 +9,7 @@ ending for lack of memory is a result like another: the trace holds it, and what
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memtrace import fake_gpu
 from memtrace.allocator.settings import Settings, environment_of, parse_version
@@ -19,10 +19,12 @@ from memtrace.fake_gpu.launch import prepare as prepare_fake
 from memtrace.record.launcher import record
 from memtrace.sizes import format_size
 from memtrace.trace.manifest import Knowledge, read_manifest, write_manifest
-from memtrace.trace.reader import Trace, open_trace
 from memtrace.virtual_gpu import UNFOLLOWED
 from memtrace.virtual_gpu.launch import VirtualGpu, prepare
 from memtrace.virtual_gpu.torches import version_of
+
+if TYPE_CHECKING:
+    from memtrace.trace.reader import Trace
 
 #: ``auto``: virtual where it runs, else fake.
 ENGINES = ("auto", "virtual", "fake")
@@ -53,7 +55,7 @@ def dry_run(
     stdout: int | None = None,
     stderr: int | None = None,
     follow_values: bool = True,
-) -> Trace:
+) -> "Trace":
     """Run ``command`` to its end as if on ``device`` and return what it took.
 
     Its exit code is ``trace.manifest["exit"]``.
@@ -106,6 +108,8 @@ def dry_run(
         stdout=stdout,
         stderr=stderr,
     )
+    from memtrace.trace.reader import open_trace  # not before the command runs: numpy, pyarrow
+
     trace = open_trace(out)
     if not trace.complete or any("failure" in one.manifest for one in trace.processes):
         raise MemtraceError(f"{out} couldn't be written in full, so what was planned isn't known")
@@ -145,7 +149,7 @@ def _planned(
     }
 
 
-def _unmodelled_named(trace: Trace, run: Path) -> Trace:
+def _unmodelled_named(trace: "Trace", run: Path) -> "Trace":
     """Say in a run's manifest which operators' scratch memory its processes couldn't know."""
     processes = [process.manifest for process in trace.processes]
     met = {one for manifest in processes for one in manifest.get(fake_gpu.UNMODELLED) or ()}
@@ -155,4 +159,6 @@ def _unmodelled_named(trace: Trace, run: Path) -> Trace:
     manifest = {name: one for name, one in manifest.items() if name not in ("format", "schema")}
     unknown = [*manifest["planned"]["unknown"], f"scratch memory of {', '.join(sorted(met))}"]
     write_manifest(run, manifest | {"planned": {**manifest["planned"], "unknown": unknown}})
+    from memtrace.trace.reader import open_trace
+
     return open_trace(run)

@@ -5,6 +5,14 @@ import argparse
 #: The longest prompt in tokens, and the most prompts at once: a hundred times what any model reads.
 MOST = 1 << 24
 
+#: What has parts of a prefill elsewhere than on the device, by its name in the parsed arguments.
+PLACEMENT = {
+    "stream_weights": "the model is on the host; each layer visits the device once",
+    "host_bridge": "hidden states are on the host, but for two chunks",
+    "park_caches": "finished layers' caches are on the host until decoding",
+    "host_embeddings": "embeddings and head are on the host; the head visits at the end",
+}
+
 
 def add_model(run: argparse.ArgumentParser) -> None:
     """Which model."""
@@ -99,12 +107,8 @@ def add_memory(run: argparse.ArgumentParser) -> None:
         help="rows of a chunk that norms, projections and the MLP take at a time (default: 512; "
         "other schedules with chunks have it too)",
     )
-    for flag, text in (
-        ("--stream-weights", "the model is on the host; each layer visits the device once"),
-        ("--host-bridge", "hidden states are on the host, but for two chunks"),
-        ("--park-caches", "finished layers' caches are on the host until decoding"),
-        ("--host-embeddings", "embeddings and head are on the host; the head visits at the end"),
-    ):
+    for name, text in PLACEMENT.items():
+        flag = f"--{name.replace('_', '-')}"
         memory.add_argument(flag, action="store_true", default=None, help=text)
 
 

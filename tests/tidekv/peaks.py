@@ -18,7 +18,7 @@ from memtrace.record.here import record_here
 from memtrace.trace.reader import open_trace
 from tidekv import running
 from tidekv.arguments import parser_of
-from tidekv.plans.planning import tensors_at_peak
+from tidekv.plans.planned import tensors_at_peak
 
 
 def held(words: list[str]) -> dict[str, dict[int, int]]:

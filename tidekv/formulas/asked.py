@@ -7,6 +7,7 @@ from typing import Any
 
 from memtrace.devices import Device
 from tidekv import budgets
+from tidekv.arguments import PLACEMENT
 from tidekv.errors import TidekvError
 from tidekv.formulas.attention import kernel_of
 from tidekv.formulas.moments import Case, Quantised
@@ -18,8 +19,6 @@ class UnknownFormula(Exception):
     """Why there are no formulas for what was asked, in a clause."""
 
 
-#: What has parts of a prefill elsewhere than on the device.
-PLACEMENT = ("stream_weights", "host_bridge", "park_caches", "host_embeddings")
 #: Schedules that call transformers' own attention.
 _STOCK = ("whole_prompt", "kv_offload", "layer_major_published")
 _SNAPKV = {"window": 32, "block_size": 2048, "kernel_size": 7, "sinks": 4}

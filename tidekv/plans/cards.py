@@ -1,16 +1,14 @@
 """Cards of the catalogue: one by name, and which of them suffice for a plan."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from memtrace.allocator.requests import requests_of
-from memtrace.allocator.simulation import simulate
-from memtrace.analysis.recorded import setup_of
-from memtrace.analysis.summary import AccountSummary
-from memtrace.analysis.what_if import Change
 from memtrace.devices import Device, catalogue
-from memtrace.trace.reader import Trace
 from tidekv.errors import check_choice
+
+if TYPE_CHECKING:
+    from memtrace.analysis.summary import AccountSummary
+    from memtrace.trace.reader import Trace
 
 
 def card_of(name: str) -> Device:
@@ -62,7 +60,7 @@ class Candidate:
         }
 
 
-def candidates(trace: Trace, account: AccountSummary) -> list[Candidate]:
+def candidates(trace: "Trace", account: "AccountSummary") -> list[Candidate]:
     """Every card of the catalogue, the smallest first, with a run's requests replayed on it.
 
     What a card makes PyTorch choose otherwise (the workspace of cuBLAS) is as it was in the run.
@@ -70,6 +68,11 @@ def candidates(trace: Trace, account: AccountSummary) -> list[Candidate]:
     Args:
         account: of the run's card, on which everything fitted.
     """
+    from memtrace.allocator.requests import requests_of
+    from memtrace.allocator.simulation import simulate
+    from memtrace.analysis.recorded import setup_of
+    from memtrace.analysis.what_if import Change
+
     process, device = account.account.process, account.device
     setup, requests = setup_of(trace, process, device), requests_of(process, device)
     judged = []

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from tidekv.plans.capacity import Longest
     from tidekv.plans.cards import Candidate
-    from tidekv.plans.planning import Plan
+    from tidekv.plans.planned import Plan
 
 #: Raised when a key of ``plan --json`` changes its meaning or goes away.
 _SCHEMA = 1
@@ -201,7 +201,6 @@ def _methods(arguments: argparse.Namespace) -> dict[str, argparse.Namespace]:
 
 def _planned(arguments: argparse.Namespace) -> bool:
     """Plan each method; whether all of them fit."""
-    from memtrace.render import natural, show
     from tidekv.plans import cards, planning
 
     if arguments.device is None:
@@ -210,6 +209,8 @@ def _planned(arguments: argparse.Namespace) -> bool:
         found = [
             planning.plan(chosen, name, runs(name)) for name, chosen in _methods(arguments).items()
         ]
+        from memtrace.render import natural, show
+
         judged = _judged(found[0]) if arguments.min_device else None
         if arguments.json:
             plans = [one.as_json() for one in found]
