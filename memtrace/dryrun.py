@@ -46,7 +46,7 @@ def dry_run(
     command: Sequence[str],
     *,
     device: str,
-    out: Path,
+    out: Path | str,
     engine: str = "auto",
     allocator: str = "",
     source: str = "auto",
@@ -80,6 +80,7 @@ def dry_run(
         MemtraceError: no such engine, card or setting, the command can't be started, or ``out``
             not be made or written.
     """
+    out = Path(out)
     if engine not in ENGINES:
         raise MemtraceError(f"there is no engine {engine!r}; use one of {', '.join(ENGINES)}")
     cards = [] if device == "cpu" else choose(device)

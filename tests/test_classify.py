@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memtrace import scopes
+from memtrace import record_here, scopes
 from memtrace.analysis.accounts import Account, accounts
 from memtrace.analysis.identities import check
 from memtrace.analysis.process import process_memory
@@ -22,7 +22,6 @@ from memtrace.classify.relabel import relabel
 from memtrace.classify.rules import SCOPES, UserRule, UserRules
 from memtrace.classify.runs import classify
 from memtrace.cli import main
-from memtrace.record.here import record_here
 from memtrace.trace.manifest import read_manifest
 from memtrace.trace.reader import Trace, open_trace
 from memtrace.trace.schema import TABLES, Action

@@ -21,6 +21,17 @@ def test_help_answers_without_loading_anything_heavy() -> None:
     assert loaded.isdisjoint({"torch", "numpy", "pyarrow", "rich", "streamlit", "transformers"})
 
 
+def test_the_package_s_names_are_imported_on_first_use() -> None:
+    code = (
+        "import sys, memtrace; print(*sys.modules, file=sys.stderr)\n"
+        "print(memtrace.dry_run.__module__, memtrace.record_here.__module__, "
+        "hasattr(memtrace, 'nothing'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "memtrace.dryrun memtrace.record.here False\n"
+    assert not [name for name in done.stderr.split() if name.startswith("memtrace.")]
+
+
 @pytest.mark.parametrize("command", ["record", "report", "compare", "view", "classify"])
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

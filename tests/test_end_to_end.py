@@ -12,8 +12,8 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import tidekv
+from memtrace import record_here
 from memtrace.analysis.summary import AccountSummary, summarise
-from memtrace.record.here import record_here
 from memtrace.trace.reader import open_trace
 from tidekv.loading import smollm2_folder
 

@@ -18,8 +18,7 @@ import torch
 
 import tidekv
 from app import views
-from memtrace import scopes
-from memtrace.record.here import record_here
+from memtrace import record_here, scopes
 from tests.app.browsing import browsing, drag, serving, settle
 from tests.app.test_odd_runs import ODD
 from tests.test_end_to_end import untrained

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from memtrace import dry_run
 from memtrace.analysis.summary import summarise
-from memtrace.dryrun import dry_run
 from memtrace.errors import MemtraceError
 from memtrace.trace.reader import Trace
 from tests.virtual_gpu.conftest import obstacle

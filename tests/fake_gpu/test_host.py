@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from memtrace import dry_run
 from memtrace.analysis.summary import AccountSummary, summarise
-from memtrace.dryrun import dry_run
 from memtrace.errors import MemtraceError
 from memtrace.trace.reader import open_trace
 from tidekv.errors import LoadError

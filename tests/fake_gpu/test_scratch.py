@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from memtrace.dryrun import dry_run
+from memtrace import dry_run
 from memtrace.errors import MemtraceError
 from tests.virtual_gpu.conftest import obstacle
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from memtrace import record_here
 from memtrace.analysis.accounts import accounts
 from memtrace.analysis.identities import check
 from memtrace.analysis.process import process_memory
-from memtrace.record.here import record_here
 from memtrace.trace.reader import ProcessTrace, open_trace
 
 

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import torch
 
-from memtrace import scopes
+from memtrace import record_here, scopes
 from memtrace.analysis.accounts import accounts
 from memtrace.analysis.identities import check
 from memtrace.analysis.places import place
 from memtrace.analysis.process import process_memory
-from memtrace.record.here import record_here
 from memtrace.record.session import Session
 from memtrace.trace.reader import open_trace
 from memtrace.trace.schema import Action

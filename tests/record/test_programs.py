@@ -11,10 +11,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from memtrace import scopes
+from memtrace import record_here, scopes
 from memtrace.analysis.places import place
 from memtrace.errors import MemtraceError
-from memtrace.record.here import record_here
 from memtrace.record.session import Session
 from memtrace.trace.reader import open_trace
 from memtrace.trace.schema import Action

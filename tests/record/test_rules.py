@@ -9,10 +9,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicCache
 
-from memtrace import scopes
+from memtrace import record_here, scopes
 from memtrace.analysis.accounts import Account, accounts
 from memtrace.analysis.places import SEPARATOR, place
-from memtrace.record.here import record_here
 from memtrace.trace.reader import open_trace
 
 LAYERS, HIDDEN, KV_HEADS, HEAD, VOCABULARY = 3, 32, 2, 8, 96

@@ -11,11 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memtrace import scopes
+from memtrace import record_here, scopes
 from memtrace.analysis.accounts import accounts
 from memtrace.analysis.identities import check
 from memtrace.analysis.process import process_memory
-from memtrace.record.here import record_here
 from memtrace.trace.reader import open_trace
 from memtrace.trace.schema import Action
 from tests.record.books import allocations, booked

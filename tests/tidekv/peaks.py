@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
+from memtrace import record_here
 from memtrace.analysis.summary import summarise
-from memtrace.record.here import record_here
 from memtrace.trace.reader import open_trace
 from tidekv import running
 from tidekv.arguments import parser_of

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from memtrace import dry_run
 from memtrace.analysis.summary import summarise
-from memtrace.dryrun import dry_run
 from memtrace.trace.reader import open_trace
 from tests.virtual_gpu.running import described
 from tidekv.plans import searches

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from memtrace import dry_run
 from memtrace.analysis.summary import summarise
-from memtrace.dryrun import dry_run
 from memtrace.errors import MemtraceError
 from memtrace.render import facts
 from memtrace.trace.reader import Trace
@@ -30,7 +30,7 @@ def planned(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trac
         trace = dry_run(
             [sys.executable, "-c", SCRIPT],
             device="rtx-3090-24g",
-            out=folder / "run.memtrace",
+            out=str(folder / "run.memtrace"),
             allocator="expandable_segments:True",
             stdout=said.fileno(),
         )

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from memtrace import dry_run
 from memtrace.analysis.summary import Values, summarise
-from memtrace.dryrun import dry_run
 from memtrace.trace.reader import Trace
 from memtrace.virtual_gpu import READ_UNFOLLOWED
 from tests.virtual_gpu.running import described

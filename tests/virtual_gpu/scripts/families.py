@@ -16,10 +16,10 @@ if "MEMTRACE_VIRTUAL_GPU" in os.environ:
 
     enter(torch)
 
+from memtrace import record_here
 from memtrace.analysis.accounts import accounts
 from memtrace.analysis.identities import check
 from memtrace.analysis.process import process_memory
-from memtrace.record.here import record_here
 from memtrace.trace.reader import open_trace
 from tests.record.scripts import transformer
 

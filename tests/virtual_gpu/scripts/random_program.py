@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from memtrace.record.here import record_here
+from memtrace import record_here
 
 MIB = 1 << 20
 seed = int(sys.argv[1])

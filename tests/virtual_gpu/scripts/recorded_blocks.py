@@ -9,8 +9,7 @@ import threading
 
 import torch
 
-from memtrace import scopes
-from memtrace.record.here import record_here
+from memtrace import record_here, scopes
 from tests.virtual_gpu.scripts.counting import counted
 
 before = torch.empty(3 << 20, dtype=torch.int8, device="cuda")

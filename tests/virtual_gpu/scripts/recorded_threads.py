@@ -9,7 +9,7 @@ import threading
 
 import torch
 
-from memtrace.record.here import record_here
+from memtrace import record_here
 from tests.virtual_gpu.scripts.counting import counted
 
 torch.empty(1, device="cuda")

@@ -8,8 +8,7 @@ import sys
 
 import torch
 
-from memtrace import scopes
-from memtrace.record.here import record_here
+from memtrace import record_here, scopes
 
 RUN, SOURCE, STACKS = sys.argv[1:]
 MiB = 1 << 20
