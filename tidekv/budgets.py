@@ -101,3 +101,24 @@ def proportional(weights: Sequence[float], total: int, most: int) -> list[int]:
         claims = [i for i in free if shares[i] < most]
         shares[max(claims, key=lambda i: (exact[i] / (shares[i] + 1), -i))] += 1
     return shares
+
+
+def quantised(total: int, heads: int, *, least: int, residual: int, group: int) -> tuple[int, int]:
+    """How many of ``total`` rows of some heads can be quantised, and how many can stay in full.
+
+    Of a head of c rows ⌈(c - residual) / group⌉ groups are quantised, none if that is negative.
+    The most are there if rows beyond the ``least`` of each head go where they soonest begin another
+    group: to every head up to the first, or to a single one if all others are cheaper than the
+    first. The fewest are there if as many rows as can be are not quantised.
+
+    Args:
+        heads: of all prompts.
+        least: rows that each head has at least.
+    """
+    always = -(-max(least - residual, 0) // group)
+    free, first = total - heads * least, residual + always * group + 1 - least
+    begun = min(heads if first <= group else 1, free // first)
+    more = (free - begun * first) // group if begun else 0
+    most = heads * always + begun + more
+    fewest = max(-(-(total - heads * residual) // group), heads * always)
+    return most * group, total - fewest * group

@@ -174,10 +174,13 @@ def _decode(
     if new_tokens is not None:
         prefilled.cache.check_window(seen + new_tokens - 1)  # the last one is not read again
     prefilled.cache.to(model.device)  # from where it was parked
+    if mask is None:
+        with scopes.component("backend"):
+            mask = torch.ones_like(input_ids)
     with scopes.phase("decode"), _first_logits(model, prefilled):
         result: torch.Tensor = model.generate(
             input_ids,
-            attention_mask=torch.ones_like(input_ids) if mask is None else mask,
+            attention_mask=mask,
             **{compat.cache_argument(model): prefilled.cache},
             **generate_kwargs,
         )

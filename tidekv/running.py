@@ -25,6 +25,8 @@ from tidekv.schedules import SCHEDULES, LayerMajor, Schedule
 from tidekv.selectors import SELECTORS, Selector
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: The memtrace component of a prompt's token ids.
+IDS = "backend/ids"
 #: Parameters of a schedule that are flags of their own.
 _FLAGS = ("piece_rows", "stream_weights", "host_bridge", "park_caches")
 
@@ -116,7 +118,8 @@ def run(arguments: argparse.Namespace, *, stream: bool) -> Outcome:
         )
     with memory_errors():
         loaded = load(arguments)
-        input_ids = _prompt(arguments, loaded).to(arguments.device)
+        with scopes.component(IDS):
+            input_ids = beside_embeddings(loaded.model, _prompt(arguments, loaded))
         return _answer(arguments, loaded, input_ids, stream)
 
 
@@ -200,15 +203,16 @@ def _answer(
         start = time.perf_counter()
         with progress_bar("Prefill", total=model.config.num_hidden_layers) as done:
             prefilled = read(arguments, loaded, input_ids, done)
-        if input_ids.device.type == "cuda":
-            torch.cuda.synchronize(input_ids.device)
+        device = prefilled.logits.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         ready = time.perf_counter()
         cache_bytes = prefilled.cache.nbytes()
         if arguments.max_new_tokens:
-            model.to(input_ids.device)  # what of it was on the host during the prefill
+            model.to(device)  # what of it was on the host during the prefill
             output = decode(
                 model,
-                input_ids,
+                input_ids.to(device),
                 prefilled,
                 max_new_tokens=arguments.max_new_tokens,
                 do_sample=False,
@@ -220,7 +224,7 @@ def _answer(
     return Outcome(
         model=arguments.model,
         dtype=str(model.dtype).removeprefix("torch."),
-        device=str(input_ids.device),
+        device=str(device),
         schedule=arguments.schedule,
         schedule_parameters=options.chosen(methods.schedule),
         selector=arguments.selector,
@@ -371,6 +375,11 @@ def random_prompt(model: Any, batch: int, tokens: int) -> torch.Tensor:
     """Token ids (B, S), the same ones each time."""
     seed = torch.Generator().manual_seed(0)
     return torch.randint(model.config.vocab_size, (batch, tokens), generator=seed)
+
+
+def beside_embeddings(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
+    """Token ids where they are looked up: on the host, if that is where the embeddings are."""
+    return input_ids.to(model.get_input_embeddings().weight.device)
 
 
 def check_prompt_tokens(number: int | None) -> None:

@@ -18,7 +18,16 @@ from tidekv.engine import decode, prefill
 from tidekv.errors import DeviceMemoryError, TidekvError
 from tidekv.loading import encode, load_model
 from tidekv.methods import CACHES
-from tidekv.running import Clock, Methods, budget_of, device_of, dtype_of, memory_errors, methods_of
+from tidekv.running import (
+    IDS,
+    Clock,
+    Methods,
+    budget_of,
+    device_of,
+    dtype_of,
+    memory_errors,
+    methods_of,
+)
 from tidekv.workloads import Request
 
 
@@ -87,7 +96,8 @@ def _answered(
     start = time.perf_counter()
     length = request.prompt_tokens
     try:
-        ids = _ids(request, model, tokenizer)
+        with scopes.component(IDS):
+            ids = _ids(request, model, tokenizer)
         length = ids.shape[1]
         with memory_errors(), scopes.request(request.id, prompt_tokens=length) as recorded:
             clock = Clock()

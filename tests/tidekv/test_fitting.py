@@ -58,15 +58,24 @@ def test_bytes_over_the_bus_are_those_of_the_tensors() -> None:
     assert sorted(moved, key=moved.__getitem__) == PLACED
 
 
-def proposed(needed: set[str], rungs: Iterator[Changes]) -> tuple[Changes | None, list[set[str]]]:
-    """What is proposed where a prompt fits with all of ``needed``; what was asked, in order."""
+def proposed(
+    needed: set[str], rungs: Iterator[Changes], expected: set[str] | None = None
+) -> tuple[Changes | None, list[set[str]]]:
+    """What is proposed where a prompt fits with all of ``needed``; what was tried, in order.
+
+    Args:
+        expected: what there is room with, as formulas have it; None: there are no formulas.
+    """
     asked: list[set[str]] = []
 
     def fits(changes: Changes) -> bool:
         asked.append(set(changes))
         return needed <= changes.keys()
 
-    return propose(fits, rungs), asked
+    def room(changes: Changes) -> bool | None:
+        return None if expected is None else expected <= changes.keys()
+
+    return propose(room, fits, list(rungs)), asked
 
 
 @pytest.mark.parametrize(
@@ -78,6 +87,28 @@ def test_only_what_is_needed_is_proposed(needed: set[str]) -> None:
     assert set(found) == needed
     assert len(asked) <= 10
     assert all(asked.count(one) == 1 for one in asked)
+
+
+@pytest.mark.parametrize("needed", [set(), {"piece_rows"}, {"park_caches", "stream_weights"}])
+def test_one_try_is_enough_where_formulas_are_right(needed: set[str]) -> None:
+    found, asked = proposed(needed, ladder(SIZES, PLACED), expected=needed)
+    assert found is not None
+    assert asked == [set(found)] == [needed]
+
+
+def test_what_formulas_have_no_room_for_is_not_tried() -> None:
+    assert proposed(set(), ladder(SIZES, PLACED), expected={"a smaller model"}) == (None, [])
+
+
+def test_what_does_not_fit_in_pieces_is_proposed_anew() -> None:
+    """The caches' room would do, and in the pieces that there are it takes the weights' too."""
+    needed = {"park_caches", "stream_weights"}
+    found, asked = proposed(needed, ladder(SIZES, PLACED), expected={"park_caches"})
+    assert found is not None
+    assert set(found) == needed
+    assert asked[-1] == needed
+    assert all(asked.count(one) == 1 for one in asked)
+    assert all("park_caches" in one for one in asked)
 
 
 def test_nothing_is_proposed_where_nothing_fits() -> None:

@@ -43,6 +43,7 @@ def case(llama: Shape) -> Case:
         block=2048,
         pooled=7,
         sinks=4,
+        fewest=0,
         row_chunk=1,
         mlp_rows=None,
         quantised=None,

@@ -93,6 +93,16 @@ CASES = (
     "tidekv --model wide --prompt 900 --budget 64 --chunk-size 16 --selector-option block_size=128",
     "tidekv --model tied --prompt 900 --budget 64 --chunk-size 900 --dtype float32",
     "tidekv --model wide --prompt 2000 --budget 800 --chunk-size 16 --cache kivi --selector recent",
+    "headinfer --model tied --prompt 1024 --budget 100 --chunk-size 512 --batch 2 --selector h2o",
+    *(
+        f"{one} --cache kivi --selector adakv --selector-option window=2"
+        f" --selector-option block_size=64 --chunk-size 16"
+        for one in (
+            "tidekv --model tied --prompt 3000 --budget 2000",
+            "chunked --model narrow --prompt 2000 --budget 2000",
+            "tidekv --model wide --prompt 900 --budget 200 --batch 2 --cache-option bits=4",
+        )
+    ),
     "chunked --model narrow --prompt 1500 --chunk-size 16 --selector knorm --budget 64",
     "mst --model narrow --prompt 9000 --budget 64",
     "published --model narrow --prompt 300 --budget 64 --chunk-size 16",

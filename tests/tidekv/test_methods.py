@@ -10,6 +10,7 @@ import torch
 import tidekv
 from tests.tidekv.live_bytes import LiveBytes
 from tidekv import methods
+from tidekv.budgets import quantised
 from tidekv.caches import QuantisedCache, QuantisedLayer
 from tidekv.schedules import SCHEDULES
 from tidekv.selectors import SELECTORS
@@ -60,7 +61,10 @@ def _same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize(("selector", "schedule"), [*itertools.product(SELECTORS, SCHEDULES)])
 def test_the_table_tells_what_happens(tiny, prompt, selector, schedule):
-    """Whatever goes together answers; whatever doesn't is refused with the table's own words."""
+    """Whatever goes together answers; whatever doesn't is refused with the table's own words.
+
+    And all that it allocates has a component.
+    """
     model, ids = tiny(), prompt(S)
     for cache in methods.CACHES:
         reason = methods.obstacle(SCHEDULES[schedule], SELECTORS[selector])
@@ -73,7 +77,9 @@ def test_the_table_tells_what_happens(tiny, prompt, selector, schedule):
             "cache": made if cache == "kivi" else cache,
         }
         if reason is None:
-            prefilled = tidekv.prefill(model, ids, **options)
+            with LiveBytes(model, ids) as live:
+                prefilled = tidekv.prefill(model, ids, **options)
+            assert live.own_peak["other"] == 0
             output = tidekv.decode(model, ids, prefilled, max_new_tokens=4, eos_token_id=None)
             assert output.shape == (1, S + 4)
             continue
@@ -99,10 +105,15 @@ def test_a_quantised_cache_holds_what_is_kept_in_fewer_bytes(tiny, prompt, selec
     expected = bookkeeping = 0.0
     for layer, same in zip(few.indices, full.indices, strict=True):
         assert _same(layer, same)
+        if SELECTORS[selector].head_budgets:  # as many as any prompt needs
+            least = int(0.2 * (BUDGET - 12)) + 12
+            old, new = quantised(4 * BUDGET, 4, least=least, residual=16, group=8)
+            expected += 2 * (old * row + new * 8 * 4)
+            bookkeeping += 8 * (2 * 2 * 2 + 2)
+            continue
         for kept in (head.shape[-1] for prompt_ in layer for head in prompt_):
             old = -(-max(kept - 16, 0) // 8) * 8
             expected += 2 * (old * row + (kept - old) * 8 * 4)
-        bookkeeping += 8 * (2 * 2 * 2 + 2) if SELECTORS[selector].head_budgets else 0
     tensors = [tensor for layer in few.cache.layers for tensor in layer.tensors()]
     held = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
     assert held == few.cache.nbytes() == expected + bookkeeping

@@ -92,6 +92,7 @@ class CompactLayer(DynamicLayer):
         *,
         prompt_tokens: int,
         longest: int | None = None,
+        least: int = 0,
     ) -> None:
         """Hold unequal numbers of rows; see :meth:`tidekv.caches.ragged.RaggedLayer.store_flat`.
 

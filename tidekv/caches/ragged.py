@@ -97,6 +97,7 @@ class RaggedLayer(CompactLayer):
         *,
         prompt_tokens: int,
         longest: int | None = None,
+        least: int = 0,
     ) -> None:
         """Hold these rows, and only these, from now on.
 
@@ -107,6 +108,7 @@ class RaggedLayer(CompactLayer):
             prompt_tokens: rows that there were.
             longest: the largest count or more, if the host knows one: what a head is padded to
                 while it runs. None reads it from the device, which waits for it.
+            least: the smallest count or less, if the host knows one.
 
         Raises:
             InfeasibleError: no row at all.
@@ -115,12 +117,15 @@ class RaggedLayer(CompactLayer):
             raise InfeasibleError("A layer must keep at least one row; use a larger budget.")
         batch, heads = counts.shape
         # At least one: transformers' mask has a column for the prompt, whatever was kept of it.
-        self.kept = max(int(counts.max()) if longest is None else longest, 1)
+        with scopes.component("Temp"):
+            self.kept = max(int(counts.max()) if longest is None else longest, 1)
         self.dropped, self.decoded = prompt_tokens - self.kept, 0
         nothing = keys.new_empty(batch, heads, 0, keys.shape[-1])
         self._hold(nothing, values.new_empty(batch, heads, 0, values.shape[-1]))
-        self._flat = Flat(keys, values, counts, torch.arange(batch, device=counts.device))
-        for tensor in (keys, values, counts, self._flat.prompts):
+        with scopes.component(RESIDENT):
+            prompts = torch.arange(batch, device=counts.device)
+        self._flat = Flat(keys, values, counts, prompts)
+        for tensor in (keys, values, counts):
             scopes.retag(tensor, RESIDENT)
 
     def shrink(self, indices: torch.Tensor) -> None:

@@ -22,6 +22,8 @@ class UnknownFormula(Exception):
 #: Schedules that call transformers' own attention.
 _STOCK = ("whole_prompt", "kv_offload", "layer_major_published")
 _SNAPKV = {"window": 32, "block_size": 2048, "kernel_size": 7, "sinks": 4}
+#: Parameters that may be 0; all others are sizes.
+_ZERO = frozenset({"sinks", "safeguard"})
 #: What schedules, selectors and the quantised cache take where nothing is said, as far as it
 #: decides about memory; a test holds it to the classes.
 DEFAULTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
@@ -38,7 +40,7 @@ DEFAULTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "none": {},
         "snapkv": _SNAPKV,
         "pyramidkv": {**_SNAPKV, "beta": 20},
-        "adakv": _SNAPKV,
+        "adakv": {**_SNAPKV, "safeguard": 0.2},
         "chunkkv": {"window": 32, "block_size": 2048, "chunk": 10},
         "tova": {"block_size": 2048},
         "h2o": {"block_size": 2048},
@@ -80,8 +82,6 @@ def case_of(arguments: argparse.Namespace, card: Device) -> Case:
         raise UnknownFormula("they don't know what h2o takes of transformers' own attention")
     schedule, selector = _given(arguments, "schedule"), _given(arguments, "selector")
     cache = _given(arguments, "cache")
-    if cache and arguments.selector == "adakv":
-        raise UnknownFormula("how many rows of a head are quantised depends on the prompt")
     if cache and arguments.schedule == "online":
         raise UnknownFormula("they don't know what kivi takes under online")
     prompt = arguments.prompt
@@ -106,6 +106,7 @@ def case_of(arguments: argparse.Namespace, card: Device) -> Case:
         block=selector.get("block_size", prompt),
         pooled=selector.get("kernel_size", 1),
         sinks=selector.get("sinks", 0),
+        fewest=_fewest(prompt, kept, selector),
         row_chunk=selector.get("chunk", 1),
         mlp_rows=schedule.get("mlp_rows"),
         quantised=Quantised(**cache) if cache else None,
@@ -128,6 +129,14 @@ def _kept(
     return tuple(always + one for one in free)
 
 
+def _fewest(prompt: int, rows: int, selector: Mapping[str, Any]) -> int:
+    """Rows that Ada-KV leaves every head: window, sinks, its share of what is spread."""
+    if rows >= prompt or "safeguard" not in selector:
+        return rows
+    always: int = selector["window"] + selector["sinks"]
+    return int(selector["safeguard"] * (rows - always)) + always
+
+
 def _given(arguments: argparse.Namespace, what: str) -> dict[str, Any]:
     """The parameters of the schedule, selector or cache that was chosen."""
     name = getattr(arguments, what)
@@ -137,9 +146,10 @@ def _given(arguments: argparse.Namespace, what: str) -> dict[str, Any]:
     values = dict(known)
     for pair in getattr(arguments, f"{what}_option"):
         key, _, text = pair.partition("=")
-        if key not in known or not text.isdecimal():
-            raise UnknownFormula(f"they don't know {pair} of the {what} {name}")
-        values[key] = int(text)
-        if values[key] < 1 and key != "sinks":
+        try:
+            values[key] = type(known[key] or 0)(text)
+        except (KeyError, ValueError):
+            raise UnknownFormula(f"they don't know {pair} of the {what} {name}") from None
+        if values[key] < (0 if key in _ZERO else 1):
             raise UnknownFormula("there is no such prefill")
     return values

@@ -113,6 +113,7 @@ class Case:
         block: b_s.
         pooled: neighbouring keys whose scores are pooled.
         sinks: rows at the start that are kept whatever their score.
+        fewest: rows that every head keeps at least, where heads keep unequal numbers.
         row_chunk: neighbouring rows that ChunkKV keeps together.
         mlp_rows: rows of an MLP's piece in the model's own forward; None: all at once.
         quantised: how kept rows are held; None: in full.
@@ -134,6 +135,7 @@ class Case:
     block: int
     pooled: int
     sinks: int
+    fewest: int
     row_chunk: int
     mlp_rows: int | None
     quantised: Quantised | None
@@ -188,7 +190,8 @@ def _weights(sizes_: list[int]) -> Iterator[Tensor]:
 
 
 def _inputs(case: Case) -> Iterator[Tensor]:
-    yield tensor("other", "token ids, 8·B·S", 8 * case.batch * case.prompt)
+    if not case.placed & {"stream_weights", "host_embeddings"}:  # they are beside the embeddings
+        yield tensor("backend/ids", "token ids, 8·B·S", 8 * case.batch * case.prompt)
     yield tensor("backend", "workspace of cuBLAS", case.workspace)
 
 

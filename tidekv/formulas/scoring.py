@@ -7,7 +7,7 @@ scratch of PyTorch's reductions over many rows into few numbers (KeyDiff's ancho
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 
-from tidekv.formulas.moments import Case, Moment, Tensor, beside, temp
+from tidekv.formulas.moments import Case, Moment, Tensor, beside, temp, tensor
 
 #: Queries that H2O reads at a time.
 _QUERIES = 32
@@ -23,9 +23,18 @@ def scoring(case: Case, present: int, kept: int) -> Iterator[Moment]:
 
 
 def observing(case: Case, rows: int, present: int) -> Iterator[Moment]:
-    """H2O sees a chunk's queries, a few at a time, and the keys up to their own."""
+    """H2O sees a chunk's queries, a few at a time, and the keys up to their own.
+
+    Where these are on the host they visit.
+    """
     if case.selector != "h2o":
         return
+    size = case.batch * case.shape.kv_heads * present * case.shape.head * case.shape.element
+    keys = tensor("KV_res/full", "K of a layer, B·Hkv·P·D·b", size, 1 if case.by_head else 0)
+    yield from beside((keys,), _observing(case, rows, present))
+
+
+def _observing(case: Case, rows: int, present: int) -> Iterator[Moment]:
     lines = case.batch * case.shape.kv_heads
     parts = [min(_QUERIES, rows - start) for start in range(0, rows, _QUERIES)]
     for number in dict.fromkeys((0, len(parts) - 2, len(parts) - 1)):

@@ -39,7 +39,8 @@ def _selected(case: Case, present: int, kept: int) -> Iterator[Moment]:
         found.append(temp("the head of each kept row, 8·B·Hkv·K", 8 * heads * kept))
         found.append(temp("heads, and rows of each, 8·B·Hkv", 8 * heads, 2))
     yield Moment("compression", (*found, _rows(case, kept)))
-    yield from beside((found[0], _rows(case, kept)), quantising(case, kept))
+    held = (found[0], _rows(case, kept), *(_numbers(case) if case.ragged else ()))
+    yield from beside(held, quantising(case, kept))
 
 
 def observed(case: Case) -> Iterator[Tensor]:
@@ -61,14 +62,17 @@ def finished(case: Case, layers: int) -> Iterator[Tensor]:
     offloaded = case.schedule == "kv_offload" and case.selector is None and case.quantised is None
     if offloaded or "park_caches" in case.placed:
         return
-    s = case.shape
     for rows, count in Counter(case.kept[:layers]).items():
-        for one in packed(case, rows) or (_rows(case, rows),):
+        held = packed(case, rows) or (_rows(case, rows),)
+        for one in (*held, *(_numbers(case) if case.ragged else ())):
             yield Tensor(one.component, one.what, one.bytes, one.count * count)
-    if case.ragged and layers:
-        heads = 8 * case.batch * s.kv_heads
-        yield tensor("KV_res/compact", "rows of each head, 8·B·Hkv", heads, layers)
-        yield tensor("KV_res/compact", "prompts, 8·B", 8 * case.batch, layers)
+
+
+def _numbers(case: Case) -> Iterator[Tensor]:
+    """What a layer whose heads keep unequal numbers of rows knows of them."""
+    heads = 8 * case.batch * case.shape.kv_heads
+    yield tensor("KV_res/compact", "rows of each head, 8·B·Hkv", heads)
+    yield tensor("KV_res/compact", "prompts, 8·B", 8 * case.batch)
 
 
 def _rows(case: Case, rows: int) -> Tensor:

@@ -190,7 +190,8 @@ def read(arguments: argparse.Namespace, loaded: Any, prompt: int, description: s
     from tidekv import running
     from tidekv.progress import progress_bar
 
-    ids = running.random_prompt(loaded.model, arguments.batch, prompt).to(arguments.device)
+    ids = running.random_prompt(loaded.model, arguments.batch, prompt)
+    ids = running.beside_embeddings(loaded.model, ids)
     layers = loaded.model.config.num_hidden_layers
     with progress_bar(description, total=layers) as done:
         running.read(arguments, loaded, ids, done)

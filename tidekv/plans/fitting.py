@@ -7,14 +7,15 @@ The changes that a layer-major prefill allows, and what each costs:
   :func:`bus_bytes`: finished layers' caches, embeddings and head, weights, hidden states.
 
 They make a ladder. Its rungs are tried until one fits; then each of its changes is left out, the
-dearest first, if it fits without. What formulas know not to fit isn't tried. All of it happens in
-one process where the device is, or seems to be: :mod:`tidekv.plans.searches` starts it on a
-virtual card. It prints one JSON object, the fields of :class:`Fit`.
+dearest first, if it fits without. Where formulas know what is allocated, that decides at first, and
+what they arrive at is run: of a long prompt a run takes a minute. All of it happens in one process
+where the device is, or seems to be: :mod:`tidekv.plans.searches` starts it on a virtual card. It
+prints one JSON object, the fields of :class:`Fit`.
 """
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tidekv.arguments import parser_of
@@ -32,8 +33,6 @@ Changes = Mapping[str, int | bool]
 _LEAST = {"chunk_size": 512, "piece_rows": 128}
 #: On the host, in the order of what they usually move.
 _PLACED = ("park_caches", "host_embeddings", "stream_weights", "host_bridge")
-#: Formulas and runs differ by up to this share.
-_TOLERATED = 0.02
 
 
 @dataclass(frozen=True)
@@ -108,28 +107,48 @@ def ladder(sizes: Mapping[str, int], on_device: list[str]) -> Iterator[Changes]:
         yield {**smaller, **placed}
 
 
-def propose(fits: Callable[[Changes], bool], rungs: Iterator[Changes]) -> Changes | None:
+def propose(
+    expected: Callable[[Changes], bool | None],
+    fits: Callable[[Changes], bool],
+    rungs: Sequence[Changes],
+) -> Changes | None:
     """The first rung that fits, less what it fits without; None: none does.
 
+    Where no room is expected there is none. Where it is, what is proposed by that is tried, and
+    proposed anew should it not fit.
+
     Args:
-        fits: is asked once for each set of changes.
+        expected: whether there is room; None: not known. Asked once for each set of changes.
+        fits: tries. Asked at most once for each set of changes.
     """
+    guessed: dict[frozenset[str], bool | None] = {}
     known: dict[frozenset[str], bool] = {}
 
-    def asked(changes: Changes) -> bool:
+    def tried(changes: Changes) -> bool:
         names = frozenset(changes)
         if names not in known:
             known[names] = fits(changes)
         return known[names]
 
-    found = next((rung for rung in rungs if asked(rung)), None)
-    if found is None:
-        return None
-    for name in reversed(list(found)):
-        without = {other: value for other, value in found.items() if other != name}
-        if asked(without):
-            found = without
-    return found
+    def guess(changes: Changes) -> bool:
+        names = frozenset(changes)
+        if names in known:
+            return known[names]
+        if names not in guessed:
+            guessed[names] = expected(changes)
+        found = guessed[names]
+        return tried(changes) if found is None else found
+
+    while True:
+        found = next((rung for rung in rungs if guess(rung)), None)
+        if found is None:
+            return None
+        for name in reversed(list(found)):
+            without = {other: value for other, value in found.items() if other != name}
+            if guess(without):
+                found = without
+        if tried(found):
+            return found
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -151,15 +170,23 @@ def _fit(arguments: argparse.Namespace) -> Fit:
     room = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     tries: list[Try] = []
 
+    def expected(changes: Changes) -> bool | None:
+        needed = _by_formula(argparse.Namespace(**{**vars(arguments), **changes}))
+        if needed is None:
+            return None
+        if needed > room:
+            tries.append(Try(changes, False, True, needed, None))
+        return needed <= room
+
     def fits(changes: Changes) -> bool:
-        tries.append(_try(arguments, changes, room))
+        tries.append(_try(arguments, changes))
         return tries[-1].fits
 
     rungs = list(ladder(_sizes(arguments), _on_device(arguments)))
     if arguments.smallest:
         found = rungs[-1] if fits(rungs[-1]) else None
     else:
-        found = propose(fits, iter(rungs))
+        found = propose(expected, fits, rungs)
     return Fit(room, found, tuple(tries))
 
 
@@ -190,16 +217,13 @@ def _on_device(arguments: argparse.Namespace) -> list[str]:
     return sorted(free, key=moved.__getitem__)
 
 
-def _try(asked: argparse.Namespace, changes: Changes, room: int) -> Try:
+def _try(asked: argparse.Namespace, changes: Changes) -> Try:
     import torch
 
     from memtrace.virtual_gpu.bus import moved
     from tidekv import running
 
     arguments = argparse.Namespace(**{**vars(asked), **changes})
-    needed = _by_formula(arguments)
-    if needed is not None and needed > room * (1 + _TOLERATED):
-        return Try(changes, False, True, needed, None)
     what = ", ".join(name.replace("_", " ") for name in changes) or "what was asked for"
     over = 0, 0
     forget()

@@ -136,15 +136,18 @@ def _terms(one: AccountSummary, moment: Moment | None, *, explain: bool) -> Iter
         large = explain and abs(planned - formula) > _TOLERATED * max(planned, formula)
         return Term(name, planned, formula, _explained(name, tensors, moment) if large else "")
 
-    for name in LIVE_COMPONENTS:
+    def terms(name: str) -> Iterator[Term]:
         yield term(name, at_peak.components[name])
         for detail, size in at_peak.details.items():
             if detail.startswith(f"{name}/"):
                 yield term(detail, size)
+
+    for name in LIVE_COMPONENTS:
+        yield from terms(name)
     live = None if moment is None else sum(moment.of(name) for name in LIVE_COMPONENTS)
     yield Term("M_live", at_peak.live, live)
     for name in ("model", "backend", "other"):
-        yield term(name, at_peak.components[name])
+        yield from terms(name)
     yield Term("allocated", at_peak.allocated, None if moment is None else moment.total)
     yield Term("allocator", at_peak.allocator, None)
     yield Term("external", at_peak.external, None)

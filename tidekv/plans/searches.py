@@ -51,6 +51,10 @@ def fit(arguments: argparse.Namespace) -> tuple[Fit, int | None]:
     found = _fit(arguments)
     if found.proposal is not None:
         return found, None
+    everything = max(found.tries, key=lambda one: len(one.changes))
+    if everything.by_formula:
+        needed = everything.allocated_peak
+        return found, needed if needed <= largest_card().total else None
     roomy = argparse.Namespace(**{**vars(arguments), "device": largest_card().key})
     (smallest,) = _fit(roomy, "--smallest").tries
     return found, smallest.allocated_peak if smallest.fits else None

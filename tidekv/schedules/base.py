@@ -167,10 +167,12 @@ class Observer:
         if self._every and self._task.choice is not None:
             with scopes.component("Temp"), scopes.phase("score"):
                 decoder = self._task.decoder
+                with scopes.component("KV_res/full"):
+                    keys = store.read()[0].to(queries.device)  # from the host, where they are there
                 self._task.choice.observe(
                     index,
                     queries,
-                    store.read()[0],
+                    keys,
                     scaling=decoder.scaling(index),
                     softcap=decoder.softcap,
                 )
@@ -218,14 +220,9 @@ def end_layer(task: Task, filled: CompactCache, end: LayerEnd, kept: list[Select
     if task.choice is None:
         filled.layers[end.index].store(end.keys, end.values, dropped=0)
     else:
-        selection = _evict(filled, end, task.choice)
+        selection = _evict(task, filled, end, task.choice, kept)
         if task.keep_indices:
             kept.append(selection)
-        for index, rows in task.choice.shrink():
-            with scopes.phase("compress"):
-                filled.layers[index].shrink(rows)
-                if task.keep_indices:
-                    kept[index] = Selection(kept[index].indices.gather(-1, rows))
     across = task.choice is not None and task.choice.selector.across_layers
     with scopes.phase("compress"):
         if not across:
@@ -237,11 +234,17 @@ def end_layer(task: Task, filled: CompactCache, end: LayerEnd, kept: list[Select
         task.on_layer(end.index)
 
 
-def _evict(cache: CompactCache, end: LayerEnd, choice: Choice) -> Selection:
+def _evict(
+    task: Task, cache: CompactCache, end: LayerEnd, choice: Choice, kept: list[Selection]
+) -> Selection:
     with scopes.component("Temp"):
         with scopes.phase("score"):
             selection = choice.select(end)
         with scopes.phase("compress"):
+            for index, rows in choice.shrink():  # first, which makes room for what is copied
+                cache.layers[index].shrink(rows)
+                if task.keep_indices:
+                    kept[index] = Selection(kept[index].indices.gather(-1, rows))
             if selection.counts is None:
                 with scopes.component("KV_res/compact"):
                     keys, values = rows_of(end.keys, end.values, selection.indices)
@@ -252,7 +255,7 @@ def _evict(cache: CompactCache, end: LayerEnd, choice: Choice) -> Selection:
     if selection.counts is None:
         layer.store(keys, values, dropped=seen - keys.shape[2])
     else:
-        layer.store_flat(keys, values, selection.counts, prompt_tokens=seen)
+        layer.store_flat(keys, values, selection.counts, prompt_tokens=seen, least=selection.least)
     return selection
 
 

@@ -59,7 +59,11 @@ class AdaKV(SnapKV):
         always = (head * length + always).flatten().expand(batch, -1)
         # Positions with their heads as one number, so that one sort orders both.
         kept = torch.cat((top + (length - scores.shape[2]) * (top // scores.shape[2]), always), -1)
-        return Selection(kept.sort(dim=-1).values.flatten() % length, budgets + self.mandatory)
+        return Selection(
+            kept.sort(dim=-1).values.flatten() % length,
+            budgets + self.mandatory,
+            least=int(self.safeguard * free) + self.mandatory,
+        )
 
     def _budgets(self, scores: torch.Tensor, free: int) -> torch.Tensor:
         """Rows of each head beside the mandatory ones: (B, Hkv), int64, Hkv·``free`` per prompt.
@@ -87,5 +91,5 @@ class _AdaChoice(Choice):
         batch, heads, present = layer.keys.shape[:3]
         if rows >= present:
             counts = torch.full((batch, heads), present, device=layer.keys.device)
-            return Selection(all_rows(layer.keys).flatten(), counts)
+            return Selection(all_rows(layer.keys).flatten(), counts, least=present)
         return self.selector.spread(layer, rows, self.request.scoring)

@@ -71,10 +71,12 @@ class Selection:
         indices: (B, Hkv, K), int64; or, where heads keep unequal numbers, all of them one after
             the other, (B·Hkv·K,), the heads of the first prompt first.
         counts: (B, Hkv), int64 on the device: how many each head keeps; None if all keep K.
+        least: how many each keeps at least.
     """
 
     indices: torch.Tensor
     counts: torch.Tensor | None = None
+    least: int = 0
 
     def by_head(self) -> torch.Tensor | list[list[torch.Tensor]]:
         """``indices``, split into those of each head, by prompt, where heads differ in number."""
@@ -183,7 +185,7 @@ class Choice:
     def shrink(self) -> Iterable[tuple[int, torch.Tensor]]:
         """Finished layers that keep less from now on: index, and (B, Hkv, k) of their kept rows.
 
-        Called after each layer's end.
+        Called when a layer's rows are chosen, before they are copied.
         """
         return ()
 

@@ -1,10 +1,14 @@
 """Heads of unequal length in a few bits: each is what it would be alone, in fewer bytes."""
 
+import itertools
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.tidekv.caches.reference import FakeQuantised, ask, full_cache, reference, store
 from tests.tidekv.live_bytes import LiveBytes
+from tidekv.budgets import quantised
 from tidekv.caches import QuantisedLayer, QuantisedRaggedCache, QuantisedRaggedLayer
 from tidekv.errors import InfeasibleError
 
@@ -19,9 +23,15 @@ def rows_of(count: int, size: int = 32, dtype: torch.dtype = torch.float32) -> t
     return (torch.randn(count, size, generator=generator) * wide + wide).to(dtype)
 
 
-def stored(counts: torch.Tensor, rows: torch.Tensor, **options: int) -> QuantisedRaggedLayer:
+def stored(
+    counts: torch.Tensor,
+    rows: torch.Tensor,
+    least: int = 0,
+    longest: int | None = None,
+    **options: int,
+) -> QuantisedRaggedLayer:
     layer = QuantisedRaggedLayer(**({**SIZES, **options}))
-    layer.store_flat(rows, rows + 1, counts, prompt_tokens=500)
+    layer.store_flat(rows, rows + 1, counts, prompt_tokens=500, least=least, longest=longest)
     layer.finish()
     return layer
 
@@ -35,8 +45,10 @@ def new(count: int = 1, batch: int = 2) -> torch.Tensor:
 )
 def test_each_head_is_quantised_as_if_it_were_alone(counts):
     """Bit for bit: no group has rows of two heads, also with more rows than a block."""
-    rows = rows_of(int(counts.sum()))
-    keys, values = stored(counts, rows).update(new(batch=len(counts)), new(batch=len(counts)))
+    rows, least = rows_of(int(counts.sum())), int(counts.min())
+    keys, values = stored(counts, rows, least).update(
+        new(batch=len(counts)), new(batch=len(counts))
+    )
     start = 0
     for head, count in enumerate(counts.flatten().tolist()):
         own = rows[None, None, start : start + count]
@@ -61,11 +73,11 @@ def test_bytes_are_those_of_the_formula(bits, dtype):
         del rows
 
         def expected(decoded: int) -> float:
-            old = sum(-(-max(n - residual, 0) // group) * group for n in counts.flatten().tolist())
+            old, newest = quantised(int(counts.sum()), 4, least=0, residual=residual, group=group)
             new_old = -(-max(decoded - residual, 0) // group) * group
-            quantised = old + 4 * new_old
-            full = int(counts.sum()) - old + 4 * (decoded - new_old)
-            packed = quantised * 32 * (bits + 2 * 8 * item / group) / 8
+            few = old + 4 * new_old
+            full = newest + 4 * (decoded - new_old)
+            packed = few * 32 * (bits + 2 * 8 * item / group) / 8
             return 2 * (packed + full * 32 * item) + 8 * (2 * 4 + 2)
 
         for decoded in range(45):
@@ -79,8 +91,35 @@ def test_bytes_are_those_of_the_formula(bits, dtype):
     assert layer.get_seq_length() == 545
 
 
+@pytest.mark.parametrize("least", range(12))
+def test_both_parts_are_as_long_as_some_prompt_needs(least):
+    """Of every way to share rows among three heads."""
+    group, residual = 4, 8
+    for rows in range(3 * least, 50):
+        needed = [
+            sum(-(-max(n - residual, 0) // group) * group for n in counts)
+            for counts in itertools.product(range(least, rows + 1), repeat=3)
+            if sum(counts) == rows
+        ]
+        sizes = quantised(rows, 3, least=least, residual=residual, group=group)
+        assert sizes == (max(needed), rows - min(needed))
+
+
+def test_what_is_held_does_not_depend_on_the_prompt():
+    """The device isn't asked: fake tensors have no counts to tell."""
+    sizes = []
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        counts = torch.empty(2, 2, dtype=torch.int64)
+        layer = stored(counts, torch.empty(255, 32), least=10, longest=255)
+        sizes.append([tensor.shape for tensor in layer.tensors()])
+    for counts in ([[60, 67], [117, 11]], [[64, 63], [64, 64]]):
+        layer = stored(torch.tensor(counts), rows_of(255), least=10)
+        sizes.append([tensor.shape for tensor in layer.tensors()])
+    assert sizes[0] == sizes[1] == sizes[2]
+
+
 def test_nothing_to_quantise_takes_no_more_than_full_rows():
-    layer = stored(torch.tensor([[20, 32]]), rows_of(52))
+    layer = stored(torch.tensor([[20, 32]]), rows_of(52), least=20)
     assert sum(tensor.nbytes for tensor in layer.tensors()) == 2 * 52 * 32 * 4 + 8 * (2 + 1)
 
 
