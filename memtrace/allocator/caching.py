@@ -70,7 +70,9 @@ class CachingRules:
         self._named: dict[int, int] = {}  # addresses of the blocks of operations
         self._pending: dict[int, int] = {}  # tickets of those that were freed and wait
         self._op = 0
-        self._rows: list[tuple[int, ...]] = []
+        #: What happened since the log was drained: the values of its rows, one after the other. A
+        #: tuple for each would be looked through for garbage.
+        self.logged: list[int] = []
 
     # -- malloc, from a free block -----------------------------------------------------------
 
@@ -181,7 +183,7 @@ class CachingRules:
             block = self._new_block(pool, want, size, stream, requested)
         if block is None:
             row = (self._op, Action.OOM, self.device.free_bytes, size, want, stream, 0, 0, 0)
-            self._rows.append(row)
+            self.logged += row
             raise OutOfMemory(self._failure(requested, want))
         return block
 
@@ -390,18 +392,16 @@ class CachingRules:
         elif block.prev is not None or block.next is not None:
             split_blocks += 1
             split_bytes += block.size
-        self._rows.append(
-            (
-                self._op,
-                Action.FREE_COMPLETED,
-                address,
-                size,
-                block.requested,
-                block.stream,
-                block.pool.number,
-                split_blocks,
-                split_bytes,
-            )
+        self.logged += (
+            self._op,
+            Action.FREE_COMPLETED,
+            address,
+            size,
+            block.requested,
+            block.stream,
+            block.pool.number,
+            split_blocks,
+            split_bytes,
         )
 
     def _merge(self, block: Block, other: Block | None) -> int:
@@ -428,7 +428,7 @@ class CachingRules:
         for stream in sorted(block.streams):
             self._waiting.setdefault(stream, deque()).append(block)
         block.events = len(block.streams)
-        block.streams = set()
+        block.streams = frozenset()
 
     def _process_events(self) -> None:
         """Finish the frees whose streams got there; the start of every malloc."""
@@ -440,7 +440,7 @@ class CachingRules:
     def _end_deferral(self) -> None:
         for block in self._deferred:
             block.streams -= block.captured
-            block.captured = set()
+            block.captured = frozenset()
             if block.streams:
                 self._wait(block)
             else:
@@ -554,25 +554,23 @@ class CachingRules:
     # -- the log -----------------------------------------------------------------------------
 
     def _log(self, action: int) -> None:
-        self._rows.append((self._op, action, 0, 0, 0, 0, 0, 0, 0))
+        self.logged += (self._op, action, 0, 0, 0, 0, 0, 0, 0)
 
     def _log_block(
         self, action: Action, block: Block, split_blocks: int = 0, split_bytes: int = 0
     ) -> None:
-        self._rows.append(
-            (
-                self._op,
-                action,
-                block.address,
-                block.size,
-                block.requested,
-                block.stream,
-                block.pool.number,
-                split_blocks,
-                split_bytes,
-            )
+        self.logged += (
+            self._op,
+            action,
+            block.address,
+            block.size,
+            block.requested,
+            block.stream,
+            block.pool.number,
+            split_blocks,
+            split_bytes,
         )
 
     def _log_segment(self, action: Action, address: int, size: int, block: Block) -> None:
         row = (self._op, action, address, size, size, block.stream, block.pool.number, 0, 0)
-        self._rows.append(row)
+        self.logged += row

@@ -1,6 +1,6 @@
 """What an allocator did, one row a deed: what traces, statistics and comparisons are made from."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -41,6 +41,11 @@ COLUMNS = (
 )
 
 
+def rows_of(values: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """The rows again, of their values one after the other."""
+    return zip(*[iter(values)] * len(COLUMNS), strict=True)
+
+
 @dataclass(frozen=True)
 class Log:
     """Rows in the order in which they happened (int64, rows × :data:`COLUMNS`)."""
@@ -48,9 +53,10 @@ class Log:
     rows: np.ndarray
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[int, ...]]) -> "Log":
-        found = list(rows)
-        return cls(np.array(found, dtype=np.int64).reshape(-1, len(COLUMNS)))
+    def of(cls, values: Sequence[int]) -> "Log":
+        """From the values of all rows, one row after the other."""
+        found = np.fromiter(values, np.int64, len(values))
+        return cls(found.reshape(-1, len(COLUMNS)))
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -41,7 +41,7 @@ class NativeAllocator(CachingRules):
             raise ValueError(f"{requested} bytes are no size of a block")
         if requested == 0:
             return 0
-        owner = self._owner(pool)
+        owner = self._owner(pool) if self._scopes or pool is not None else None
         closed = owner is not None and self.torch <= (2, 12)
         if not closed:
             self._process_events()
@@ -77,7 +77,7 @@ class NativeAllocator(CachingRules):
             KeyError: no block is allocated there.
         """
         block = self._release(address)
-        block.streams = set()
+        block.streams = frozenset()
         block.events = 1
         self._tickets += 1
         self._later[self._tickets] = block
@@ -89,9 +89,9 @@ class NativeAllocator(CachingRules):
             return
         block = self._live[address]
         if stream != block.stream:
-            block.streams.add(stream)
+            block.streams |= {stream}
             if self._scopes and self.torch <= (2, 12):
-                block.captured.add(stream)
+                block.captured |= {stream}
 
     def empty_cache(self, pool: int | None = None) -> None:
         """``torch.cuda.empty_cache()``; ``pool``: of that private pool only, as its end does."""
@@ -288,9 +288,9 @@ class NativeAllocator(CachingRules):
 
     def drain(self) -> Log:
         """What happened since the last time."""
-        return Log.of(self.drain_rows())
+        return Log.of(self.drain_values())
 
-    def drain_rows(self) -> list[tuple[int, ...]]:
-        """The same as plain rows."""
-        rows, self._rows = self._rows, []
-        return rows
+    def drain_values(self) -> list[int]:
+        """The same as the values of all rows, one row after the other."""
+        logged, self.logged = self.logged, []
+        return logged

@@ -8,6 +8,8 @@ from typing import Literal
 #: A piece of a segment that is restored: address, size, requested bytes, state.
 Piece = tuple[int, int, int, Literal["allocated", "free", "unmapped"]]
 
+_NONE: frozenset[int] = frozenset()
+
 
 class Block:
     """A piece of a segment, between ``prev`` and ``next`` in it."""
@@ -42,8 +44,8 @@ class Block:
         self.segment: ExpandableSegment | None = None  # None: of a cudaMalloc
         self.prev: Block | None = None
         self.next: Block | None = None
-        self.streams: set[int] = set()  # others that used it
-        self.captured: set[int] = set()  # those of them that did while a pool's scope was open
+        self.streams: frozenset[int] = _NONE  # others that used it
+        self.captured: frozenset[int] = _NONE  # of these, while a pool was open
         self.events = 0  # how many of these it still waits for
         self.gc_base = 0
 

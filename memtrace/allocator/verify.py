@@ -12,7 +12,7 @@ from operator import ne
 
 import numpy as np
 
-from memtrace.allocator.log import Mark
+from memtrace.allocator.log import Mark, rows_of
 from memtrace.allocator.native import NativeAllocator
 from memtrace.allocator.oom import OutOfMemory
 from memtrace.allocator.recording import RETURNED, TAKEN, Difference, History
@@ -281,7 +281,7 @@ class _Replay:
                 wanted.append((action, address, size, requested))
         found = [
             (action, size) if action == Action.OOM else (action, address, size, requested)
-            for _, action, address, size, requested, *_ in self._allocator.drain_rows()
+            for _, action, address, size, requested, *_ in rows_of(self._allocator.drain_values())
             if action < min(Mark) and action != Action.RETRY
         ]
         if found != wanted and sorted(found) != sorted(wanted):

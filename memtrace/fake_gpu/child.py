@@ -12,7 +12,7 @@ from memtrace.virtual_gpu import UNFOLLOWED
 def enter(torch: ModuleType) -> None:
     """Make PyTorch see the fake GPUs, and say so."""
     from memtrace.allocator.settings import Settings, parse_version
-    from memtrace.fake_gpu import attention, binding, mode, tensors
+    from memtrace.fake_gpu import attention, binding, mode, products, tensors
     from memtrace.fake_gpu.memory import FakeMemory
     from memtrace.virtual_gpu import values
     from memtrace.virtual_gpu.child import say, without_compilers
@@ -36,6 +36,7 @@ def enter(torch: ModuleType) -> None:
     follow = not os.environ.get(UNFOLLOWED)
     if not follow:
         mode.tell = values.told
+        products.install()
     values.start(follow=follow, device=mode.FakeGpu)
 
 

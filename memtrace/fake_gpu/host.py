@@ -17,7 +17,7 @@ from torch import Tensor
 
 from memtrace.fake_gpu import mode, outcomes
 from memtrace.fake_gpu.mode import FakeGpu, returns_new
-from memtrace.fake_gpu.tensors import Lease, addresses, is_fake
+from memtrace.fake_gpu.tensors import Lease, is_fake, leases
 from memtrace.virtual_gpu import values
 
 #: Bytes up to which what an operator takes, and a new tensor, is small.
@@ -30,19 +30,18 @@ class HostMemory:
     """Where fake storages lie on the host: each at an address that nothing else has."""
 
     def __init__(self) -> None:
-        self._leases: dict[int, Lease] = {}
         self._numbers = count(1)
 
     def allocate(self, storage: torch.UntypedStorage, size: int, device: torch.device) -> None:
         """As :class:`memtrace.fake_gpu.tensors.Memory` has it."""
         lease = Lease(storage, self._died)
+        lease.address = next(self._numbers) << 48
         lease.key = key = storage._cdata
-        addresses[key] = next(self._numbers) << 48
-        self._leases[key] = lease
+        leases[key] = lease
 
     def settle(self, storage: torch.UntypedStorage, device: torch.device) -> None:
         """As :class:`memtrace.fake_gpu.tensors.Memory` has it."""
-        if storage._cdata not in self._leases:
+        if storage._cdata not in leases:
             self.allocate(storage, storage.nbytes(), device)
 
     def card(self, device: torch.device) -> None:
@@ -51,9 +50,8 @@ class HostMemory:
 
     def _died(self, dead: Any) -> None:
         key: int = dead.key
-        if self._leases.get(key) is dead:
-            del self._leases[key]
-            addresses.pop(key, None)
+        if leases.get(key) is dead:
+            del leases[key]
 
 
 class FakeHost(FakeGpu):

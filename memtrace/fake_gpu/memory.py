@@ -6,13 +6,10 @@ on a card. A storage may die while the allocator is at work, since looking for g
 what it held is then given back as soon as the allocator has finished.
 """
 
-import sys
 import threading
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
@@ -25,72 +22,18 @@ from memtrace.allocator.oom import OutOfMemory
 from memtrace.allocator.pools import Block
 from memtrace.allocator.settings import Settings, Version
 from memtrace.allocator.statistics import Running
-from memtrace.fake_gpu.tensors import Lease, addresses
-from memtrace.trace.schema import Action
+from memtrace.fake_gpu.history import Frames, History, stack
+from memtrace.fake_gpu.tensors import Lease, leases
 
-_NAMES: dict[int, str] = {
-    Action.ALLOC: "alloc",
-    Action.FREE_REQUESTED: "free_requested",
-    Action.FREE_COMPLETED: "free_completed",
-    Action.SEGMENT_ALLOC: "segment_alloc",
-    Action.SEGMENT_FREE: "segment_free",
-    Action.SEGMENT_MAP: "segment_map",
-    Action.SEGMENT_UNMAP: "segment_unmap",
-    Action.OOM: "oom",
-}
-_BLOCKS = frozenset(map(int, (Action.ALLOC, Action.FREE_REQUESTED, Action.FREE_COMPLETED)))
-#: Rows of a log that are kept before they are counted.
-_STRETCH = 1 << 14
-_NO_FRAMES: list[dict[str, Any]] = []
-
-_Row = tuple[int, ...]
+#: Values of a log that are kept before they are counted.
+_STRETCH = 1 << 17
+_NO_FRAMES: Frames = []
 
 
-class _History:
-    """What the allocator of a card did, until somebody asks for it.
+class _Thread(threading.local):
+    """What PyTorch keeps for each thread."""
 
-    In flat lists: what looks for garbage would go through each entry's own tuple, again and again.
-    """
-
-    def __init__(self) -> None:
-        #: Rows of the log; of an annotation, the address alone.
-        self.rows: list[_Row] = []
-        #: Of each row: the time, the memory metadata and the stack.
-        self.times = array("q")
-        self.texts: list[str] = []
-        self.frames: list[list[dict[str, Any]]] = []
-
-    def add(self, rows: list[_Row], text: str, frames: list[dict[str, Any]]) -> None:
-        """What one call of the allocator did."""
-        now = time.time_ns() // 1000
-        for row in rows:
-            self.rows.append(row)
-            self.times.append(now)
-            self.texts.append(text)
-            self.frames.append(frames)
-
-    def entries(self) -> list[dict[str, Any]]:
-        """As PyTorch's snapshots have them."""
-        found = []
-        columns = zip(self.rows, self.times, self.texts, self.frames, strict=True)
-        for row, time_us, text, frames in columns:
-            said = {"time_us": time_us, "user_metadata": text, "frames": frames}
-            if len(row) == 1:
-                entry = {"action": "annotate", "addr": row[0], "size": 0, "stream": 0}
-            else:
-                _, action, address, size, requested, stream, *_ = row
-                name = _NAMES.get(action)
-                if name is None:  # counted, and no part of the history
-                    continue
-                entry = {
-                    "action": name,
-                    "device_free" if action == Action.OOM else "addr": address,
-                    "size": requested if action in _BLOCKS else size,
-                    "stream": stream,
-                }
-            entry.update(said)
-            found.append(entry)
-        return found
+    text = ""
 
 
 class CardMemory:
@@ -101,21 +44,31 @@ class CardMemory:
         self.device = Device(card.total, card.context or 0)
         self.allocator = NativeAllocator(self.device, settings, version)
         self.counters = Running()
-        self.history = _History()
-        self._uncounted: list[tuple[int, ...]] = []
+        #: None: none is kept.
+        self.history: History | None = None
 
-    def note(self, rows: list[tuple[int, ...]]) -> None:
-        """What the allocator just did is to be counted."""
-        self._uncounted += rows
-        if len(self._uncounted) >= _STRETCH:
+    def note(self, text: str, frames: Frames, annotated: int = 0) -> None:
+        """Keep what the allocator just did, or the annotation of the block at an address."""
+        logged, history = self.allocator.logged, self.history
+        if history is not None:
+            end = len(history.logged) + len(logged)
+            history.calls += (end, time.time_ns(), text, frames, annotated)
+        if len(logged) >= _STRETCH:
             self.count()
 
     def count(self) -> Running:
         """The statistics up to now."""
-        if self._uncounted:
-            self.counters.add(Log.of(self._uncounted))
-            self._uncounted.clear()
+        if self.allocator.logged:
+            logged = self.allocator.drain_values()
+            self.counters.add(Log.of(logged))
+            if self.history is not None:
+                self.history.logged += logged
         return self.counters
+
+    def entries(self) -> list[dict[str, Any]]:
+        """The history up to now, as PyTorch's snapshots have it."""
+        self.count()
+        return [] if self.history is None else self.history.entries()
 
 
 class FakeMemory:
@@ -133,13 +86,12 @@ class FakeMemory:
         self.stream_of: Callable[[int], int] = lambda device: 0
         self._recording = False
         self._stacks = False
-        self._thread = threading.local()
+        self._thread = _Thread()
         #: Workspaces of cuBLAS: their addresses by thread, card and stream.
         self._workspaces: dict[tuple[int, int, int], int] = {}
         self._lock = threading.RLock()
         self._busy = False
         self._dead: deque[tuple[int, int]] = deque()
-        self._leases: dict[int, Lease] = {}
 
     # -- storages ------------------------------------------------------------------------------
 
@@ -150,16 +102,15 @@ class FakeMemory:
             torch.OutOfMemoryError: there is no room.
         """
         number = device.index or 0
+        address = self.malloc(size, number, self.stream_of(number))
         lease = Lease(storage, self._died)
-        lease.device, lease.size = number, size
-        lease.address = self.malloc(size, number, self.stream_of(number))
+        lease.address, lease.device, lease.size = address, number, size
         lease.key = key = storage._cdata
-        addresses[key] = lease.address
-        self._leases[key] = lease
+        leases[key] = lease
 
     def settle(self, storage: torch.UntypedStorage, device: torch.device) -> None:
         """As :class:`memtrace.fake_gpu.tensors.Memory` has it."""
-        before, size = self._leases.get(storage._cdata), storage.nbytes()
+        before, size = leases.get(storage._cdata), storage.nbytes()
         if before is None or before.size != size:
             self.allocate(storage, size, device)
             if before is not None:
@@ -199,16 +150,15 @@ class FakeMemory:
 
     def record_stream(self, storage: torch.UntypedStorage, stream: Any) -> None:
         """Another stream uses a storage."""
-        lease = self._leases.get(storage._cdata)
+        lease = leases.get(storage._cdata)
         if lease is not None:
             with self._lock:
                 self.cards[lease.device].allocator.record_stream(lease.address, stream.stream_id)
 
     def _died(self, dead: Any) -> None:
         lease: Lease = dead
-        if self._leases.get(lease.key) is dead:
-            del self._leases[lease.key]
-            addresses.pop(lease.key, None)
+        if leases.get(lease.key) is dead:
+            del leases[lease.key]
             self.free(lease.address, lease.device)
 
     # -- the allocator -------------------------------------------------------------------------
@@ -258,17 +208,10 @@ class FakeMemory:
 
     def _done(self, card: CardMemory) -> None:
         """Keep what was done, and give back what died meanwhile."""
-        self._keep(card)
+        card.note(self._thread.text, stack() if self._stacks else _NO_FRAMES)
         self._busy = False
         while self._dead:
             self.free(*self._dead.popleft())
-
-    def _keep(self, card: CardMemory) -> None:
-        rows = card.allocator.drain_rows()
-        card.note(rows)
-        if self._recording:
-            frames = _frames() if self._stacks else _NO_FRAMES
-            card.history.add(rows, self.text, frames)
 
     # -- history, as torch._C has it -------------------------------------------------------------
 
@@ -277,14 +220,17 @@ class FakeMemory:
         with self._lock:
             self._recording = enabled == "all"
             self._stacks = self._recording and context is not None
-            if clear or not self._recording:
-                for card in self.cards:
-                    card.history = _History()
+            for card in self.cards:
+                card.count()  # what was done until now is no part of a new history
+                if not self._recording:
+                    card.history = None
+                elif clear or card.history is None:
+                    card.history = History()
 
     @property
     def text(self) -> str:
         """The memory metadata of the calling thread."""
-        return getattr(self._thread, "text", "")
+        return self._thread.text
 
     @text.setter
     def text(self, text: str) -> None:
@@ -297,7 +243,7 @@ class FakeMemory:
         with self._lock:
             for card in self.cards:
                 if card.allocator.holds(address):
-                    card.history.add([(address,)], text, _NO_FRAMES)
+                    card.note(text, _NO_FRAMES, address)
 
     def snapshot(self, *, traces: bool) -> dict[str, Any]:
         """As ``torch.cuda.memory._snapshot()`` gives it."""
@@ -308,7 +254,7 @@ class FakeMemory:
                     for number, card in enumerate(self.cards)
                     for blocks in card.allocator.segments()
                 ],
-                "device_traces": [card.history.entries() if traces else [] for card in self.cards],
+                "device_traces": [card.entries() if traces else [] for card in self.cards],
                 "allocator_settings": self.settings.to_snapshot(self.conf),
                 "external_annotations": [],
             }
@@ -369,16 +315,3 @@ def _state(block: Block) -> str:
     if block.is_free:
         return "inactive"
     return "active_allocated" if block.allocated else "active_pending_free"
-
-
-def _frames() -> list[dict[str, Any]]:
-    """The Python stack, innermost first."""
-    found = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        found.append(
-            {"filename": code.co_filename, "line": frame.f_lineno, "name": code.co_qualname}
-        )
-        frame = frame.f_back
-    return found

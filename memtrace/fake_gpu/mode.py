@@ -6,7 +6,6 @@ kernel takes (:mod:`~memtrace.fake_gpu.scratch`). What is read from the card rea
 values are followed by :mod:`memtrace.virtual_gpu.values`, above.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,9 +20,10 @@ from memtrace.virtual_gpu.values_rules import is_composite
 
 _set = torch.ops.aten.set_.source_Storage_storage_offset._op
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_function_mode_active = torch._C._is_torch_function_mode_enabled
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 _PIN = (torch.ops.aten.pin_memory.default, torch.ops.aten._pin_memory.default)
-_DENSE = torch.ops.aten.is_non_overlapping_and_dense
+_DENSE = torch.ops.aten.is_non_overlapping_and_dense.default._op
 #: Views, though their schemas don't say so.
 _VIEWS = {"_unsafe_view", "_reshape_alias", "lift_fresh"}
 #: Programs of others that the dispatcher takes for one operator on each device, and that hold more
@@ -48,7 +48,7 @@ class FakeGpu(Device):
     """Answers every operator of one thread that has to do with a fake card."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types or torch._C._is_torch_function_mode_enabled():
+        if types or _function_mode_active():
             if not all(kind is Tensor or kind is torch.nn.Parameter for kind in types):
                 return NotImplemented  # a wrapper: what it calls on its inner tensors comes back
             with torch._C.DisableTorchFunction():
@@ -57,6 +57,9 @@ class FakeGpu(Device):
 
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call an operator of plain tensors."""
+        handler = _handlers.get(id(func)) or _handler(func)
+        if handler is _same and args[0].is_cuda:  # the device of a call would be of no use
+            return args[0]
         place = self._place(func, args, kwargs)
         if place is None:
             # There is no card to pin it for.
@@ -65,7 +68,6 @@ class FakeGpu(Device):
             if func in _PIN:
                 return args[0].clone()
             return func(*args, **kwargs)
-        handler = _handler(func)
         if handler is _taken_apart or handler is _program:
             # The former arrives whole under inference mode, the latter always.
             _push_mode(self)
@@ -89,9 +91,22 @@ def returns_new(func: Any) -> bool:
     return _handler(func) in (outcomes.returned, _cast)
 
 
-@functools.cache
+#: By the identity of the operator, and the operator, which keeps it valid.
+_handlers: dict[int, Handler] = {}
+_known: list[Any] = []
+
+
 def _handler(func: Any) -> Handler:
-    """How to answer an operator that was never seen before."""
+    """How to answer an operator."""
+    found = _handlers.get(id(func))
+    if found is None:
+        found = _handlers[id(func)] = _handler_of(func)
+        _known.append(func)
+    return found
+
+
+def _handler_of(func: Any) -> Handler:
+    """How to answer one that was never seen before."""
     if not isinstance(func, torch._ops.OpOverload):
         return lambda func, args, kwargs, place: func(*args, **kwargs)
     if is_composite(func):
@@ -116,7 +131,8 @@ def _handler(func: Any) -> Handler:
     if torch.Tag.dynamic_output_shape in func.tags:
         return _shaped
     if name in _VIEWS or all(value.alias_info is not None for value in schema.returns):
-        return _view
+        explicit = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _EXPLICIT)
+        return _view if explicit else _view_by_device
     return outcomes.returned
 
 
@@ -131,6 +147,12 @@ def _program(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
 
 
 def _view(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
+    """A view that all devices make alike."""
+    with tensors.below():
+        return func._op_dk(_EXPLICIT, *args, **kwargs)
+
+
+def _view_by_device(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
     with tensors.below():
         return func._op(*args, **kwargs)
 

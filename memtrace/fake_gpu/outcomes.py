@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import Parameter
 
 from memtrace.fake_gpu import scratch as models
 from memtrace.fake_gpu import streams, tensors
@@ -40,11 +41,13 @@ class Outcome:
         made: in order.
         kind: list or tuple; None: one thing alone.
         scratch: what its kernel takes.
+        alone: the tensor that is all that it makes and takes; None: there is more.
     """
 
     made: tuple[_Made | Plain, ...]
     kind: type | None
     scratch: models.Scratch
+    alone: _Made | None = None
 
 
 _outcomes: dict[Any, Outcome | None] = {}
@@ -57,6 +60,8 @@ def returned(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
     if outcome is None:  # it shares a storage with an argument
         with tensors.below():
             return func._op(*args, **kwargs)
+    if outcome.alone is not None:  # nearly all
+        return tensors.new(*outcome.alone, place)
     return _make(outcome, place)
 
 
@@ -73,8 +78,13 @@ def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _found(func: Any, args: Any, kwargs: Any, place: torch.device) -> Outcome | None:
+    key: Any = [id(func), place.index]
     try:
-        key = (id(func), place.index, *map(_key, args), *map(_key, kwargs.items()))
+        _add_key(key, args)
+        if kwargs:
+            key += kwargs
+            _add_key(key, kwargs.values())
+        key = tuple(key)
         outcome = _outcomes.get(key, _NEVER)
     except TypeError:  # something that can't be hashed, a generator
         key, outcome = None, _NEVER
@@ -85,12 +95,17 @@ def _found(func: Any, args: Any, kwargs: Any, place: torch.device) -> Outcome | 
     return outcome
 
 
-def _key(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return (value.shape, value.stride(), value.dtype, value.is_cuda)
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_key, value))
-    return (type(value), value)
+def _add_key(key: list[Any], values: Iterable[Any]) -> None:
+    """Add what tells these arguments from others: each begins with a type or a shape."""
+    for value in values:
+        kind = type(value)
+        if kind is Tensor or kind is Parameter or isinstance(value, Tensor):
+            key += (value.shape, value.stride(), value.dtype, value.is_cuda)
+        elif kind is list or kind is tuple:
+            key += (kind, len(value))
+            _add_key(key, value)
+        else:
+            key += (kind, value)
 
 
 def _outcome(func: Any, args: Any, kwargs: Any, place: torch.device) -> Outcome | None:
@@ -109,15 +124,14 @@ def _outcome(func: Any, args: Any, kwargs: Any, place: torch.device) -> Outcome 
             return None
         made.append((part.shape, part.stride(), part.dtype, storage.nbytes()))
     kind = type(out) if isinstance(out, (list, tuple)) else None
-    return Outcome(tuple(made), kind, models.of(func, args, kwargs, out, memory().card(place)))
+    scratch = models.of(func, args, kwargs, out, memory().card(place))
+    first = made[0]
+    more = kind is not None or isinstance(first, Plain) or scratch != models.NOTHING
+    return Outcome(tuple(made), kind, scratch, None if more else first)  # type: ignore[arg-type]
 
 
 def _make(outcome: Outcome, place: torch.device) -> Any:
     steps, product = outcome.scratch
-    if steps is None and not product:  # nearly all
-        if outcome.kind is None:
-            return _made(outcome.made[0], place)
-        return outcome.kind([_made(one, place) for one in outcome.made])
     taken = memory()
     held: list[int] = []
     made: dict[int, Any] = {}
@@ -142,8 +156,7 @@ def _make(outcome: Outcome, place: torch.device) -> Any:
 def _made(one: _Made | Plain, place: torch.device) -> Any:
     if isinstance(one, Plain):
         return one.value
-    shape, stride, dtype, size = one
-    return tensors.new(shape, stride, dtype, place, size)
+    return tensors.new(*one, place)
 
 
 def scratch(func: Any, args: Any, kwargs: Any, place: torch.device) -> None:
@@ -191,7 +204,7 @@ def made_like(out: Any, place: torch.device) -> Any:
     return _map(
         out,
         lambda one: tensors.new(
-            one.shape, one.stride(), one.dtype, place, one.untyped_storage().nbytes()
+            one.shape, one.stride(), one.dtype, one.untyped_storage().nbytes(), place
         ),
     )
 

@@ -32,7 +32,8 @@ class Scratch(NamedTuple):
     product: bool = False
 
 
-_NOTHING = Scratch()
+#: Nothing but what it returns.
+NOTHING = Scratch()
 _PRODUCT = Scratch(product=True)
 
 _PRODUCTS = {
@@ -99,15 +100,15 @@ def of(func: Any, args: Any, kwargs: Any, out: Any, card: Device | None) -> Scra
     """What an operator takes; ``out``: what it returns, as meta tensors; no card: the CPU, where
     scratch memory isn't booked."""
     if card is None:
-        return _NOTHING
+        return NOTHING
     name = _name(func)
     if name in _PRODUCTS:
         return _PRODUCT
     if name in _UNMODELLED:
         _met[name] += 1
-        return _NOTHING
+        return NOTHING
     model = _MODELS.get(name)
-    return _NOTHING if model is None else model(args, kwargs, out, card)
+    return NOTHING if model is None else model(args, kwargs, out, card)
 
 
 def unmodelled() -> list[str]:
@@ -165,7 +166,7 @@ def _sort(args: Any, kwargs: Any, out: Any, card: Device) -> Scratch:
     """``sort_stable_kernel`` (Sort.cpp) and ``launch_stable_sort_kernel`` (SortStable.cu)."""
     values = args[0]
     if not values.dim() or not values.numel():
-        return _NOTHING
+        return NOTHING
     dim = kwargs.get("dim", next((one for one in args[1:] if type(one) is int), -1))
     rows, count, size = values.shape[dim], values.numel(), values.element_size()
     if rows <= _SMALL_SORT:
@@ -197,7 +198,7 @@ def _topk(args: Any, kwargs: Any, out: Any, card: Device) -> Scratch:
     several blocks look through a long row together."""
     values, k = args[:2]
     if not values.dim() or not values.numel():
-        return _NOTHING
+        return NOTHING
     given = dict(zip(("dim", "largest", "sorted"), args[2:], strict=False)) | kwargs
     rows, size = values.shape[given.get("dim", -1)], values.element_size()
     slices = values.numel() // rows
@@ -271,21 +272,21 @@ def _reduction(
     dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
     dims = (dims,) if type(dims) is int else tuple(dims or range(values.dim()))
     if not values.dim() or not values.numel():
-        return _NOTHING
+        return NOTHING
     if values.numel() * values.element_size() >= 1 << 31:  # in parts that 32 bits count
         _met["reductions of 2 GiB and more"] += 1
-        return _NOTHING
+        return NOTHING
     reduced = {dim % values.dim() for dim in dims}
     taken = reductions.scratch(values, reduced, partial, vector, card)
     if taken is None:
-        return _NOTHING
+        return NOTHING
     return Scratch((*range(outputs), -taken[0], -taken[1]))
 
 
 def _pow(args: Any, kwargs: Any, out: Any, card: Device) -> Scratch:
     """``pow_Scalar_out`` (Pow.cpp): a base that is a number becomes a tensor of 8 bytes."""
     if isinstance(args[0], torch.Tensor) or args[0] == 1:
-        return _NOTHING
+        return NOTHING
     return Scratch((0, -8))
 
 

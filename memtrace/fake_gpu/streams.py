@@ -11,24 +11,34 @@ from torch.cuda._utils import _get_device_index
 CUDA = 1
 
 _numbers = count(1)
-_current = threading.local()
+
+
+class _Current(threading.local):
+    """Where a thread is: on the first card, and on its default stream."""
+
+    device = 0
+
+    def __init__(self) -> None:
+        self.streams: dict[int, int] = {}
+
+
+_current = _Current()
 
 
 def stream_of(device: int) -> int:
     """The number of the stream that the calling thread is on; 0 is the default one."""
-    return getattr(_current, "streams", {}).get(device, 0)
+    return _current.streams.get(device, 0)
 
 
 def set_stream(stream_id: int, device_index: int, device_type: int = CUDA) -> None:
     """As ``torch._C._cuda_setStream``: the device becomes the current one, too."""
-    streams = vars(_current).setdefault("streams", {})
-    streams[device_index] = stream_id
+    _current.streams[device_index] = stream_id
     set_device(device_index)
 
 
 def current_device() -> int:
     """The number of the calling thread's device."""
-    return getattr(_current, "device", 0)
+    return _current.device
 
 
 def set_device(device: int) -> None:

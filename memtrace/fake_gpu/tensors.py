@@ -15,7 +15,8 @@ from torch import Tensor
 _Key: Any = torch._C.DispatchKey
 _Keys: Any = torch._C.DispatchKeySet
 _Guard: Any = torch._C._ForceDispatchKeyGuard
-_alias = torch.ops.aten.alias.default._op
+_EXPLICIT = _Key.CompositeExplicitAutograd
+_alias = torch.ops.aten.alias.default._op_dk
 _shell: Any = Tensor._make_wrapper_subclass
 address_of_storage: Any = torch._C._storage_address  # type: ignore[attr-defined]
 _plain_data_ptr = torch.UntypedStorage.data_ptr
@@ -55,11 +56,6 @@ class Memory(Protocol):
         """Give a storage that has none, or has grown, a block of its size."""
 
 
-#: The blocks of this process, by ``_cdata`` of their storages; :func:`install` sets the former.
-memory: Memory
-addresses: dict[int, int] = {}
-
-
 class Lease(weakref.ref):
     """A storage that has a block, and what names it."""
 
@@ -70,15 +66,19 @@ class Lease(weakref.ref):
     size: int
 
 
-def new(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device, size: int) -> Tensor:
+#: The blocks of this process, by ``_cdata`` of their storages; :func:`install` sets the former.
+memory: Memory
+leases: dict[int, Lease] = {}
+
+
+def new(shape: Any, stride: Any, dtype: torch.dtype, size: int, device: torch.device) -> Tensor:
     """A tensor on a new storage of ``size`` bytes.
 
     Raises:
         torch.OutOfMemoryError: the device has no room.
     """
     shell = _shell(_Shell, shape, stride, dtype=dtype, device=device, storage_size=size)
-    with _Guard(_META, _EXCLUDED):
-        made: Tensor = _alias(shell)
+    made: Tensor = _alias(_EXPLICIT, shell)
     memory.allocate(made.untyped_storage(), size, device)
     return made
 
@@ -91,19 +91,19 @@ def below() -> Any:
 
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor has no contents."""
-    return address_of_storage(tensor) in addresses
+    return address_of_storage(tensor) in leases
 
 
 def _storage_pointer(storage: torch.UntypedStorage) -> int:
-    address = addresses.get(storage._cdata)
-    return _plain_data_ptr(storage) if address is None else address
+    lease = leases.get(storage._cdata)
+    return _plain_data_ptr(storage) if lease is None else lease.address
 
 
 def _pointer(tensor: Tensor) -> int:
-    start = addresses.get(tensor.untyped_storage()._cdata)
-    if start is None:
+    lease = leases.get(tensor.untyped_storage()._cdata)
+    if lease is None:
         return _tensor_data_ptr(tensor)
-    return start + int(tensor.storage_offset()) * tensor.element_size()
+    return lease.address + int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _shown(tensor: Tensor, *, tensor_contents: Any = None) -> str:

@@ -65,7 +65,13 @@ print(json.dumps(said))
 
 
 def planned(
-    script: str, out: Path, *, engine: str = "fake", allocator: str = ""
+    script: str,
+    out: Path,
+    *,
+    engine: str = "fake",
+    allocator: str = "",
+    source: str = "auto",
+    follow_values: bool = True,
 ) -> tuple[Trace, str]:
     """A dry run of a script, and what it printed."""
     with out.with_suffix(".said").open("w+") as said:
@@ -75,7 +81,9 @@ def planned(
             out=out,
             engine=engine,
             allocator=allocator,
+            source=source,
             stdout=said.fileno(),
+            follow_values=follow_values,
         )
         said.seek(0)
         return trace, said.read()
@@ -225,3 +233,51 @@ def test_both_engines_allocate_the_same_bytes(folder: Path) -> None:
     # But for what CUB takes to find places in a mask, which planned.unknown names.
     assert all(size < 4096 for size in sizes["fake"] - sizes["virtual"])
     assert all(size < 4096 for size in sizes["virtual"] - sizes["fake"])
+
+
+PRODUCTS = """
+import json, torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class Sees(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+def steps(call):
+    torch.cuda.memory._record_memory_history(stacks="python", clear_history=True)
+    out = call()
+    shape = [list(out.shape), list(out.stride()), str(out.dtype), out.requires_grad]
+    del out
+    torch._C._cuda_clearCublasWorkspaces()
+    trace = torch.cuda.memory._snapshot()["device_traces"][0]
+    return shape, [(entry["action"], entry["size"]) for entry in trace]
+
+def new(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, device="cuda", dtype=dtype)
+
+weight, bias = new(96, 64), new(96)
+parameter = torch.nn.Parameter(new(96, 64))
+inputs = [new(*shape) for shape in ((64,), (7, 64), (2, 7, 64), (1, 1, 64), (2, 3, 7, 64), (0, 64))]
+inputs += [new(7, 2, 64).transpose(0, 1), new(7, 128)[:, :64]]
+steps(lambda: F.linear(inputs[1], weight))  # from here on there is room
+for x in inputs:
+    for w, b in ((weight, None), (parameter, None), (weight, bias), (new(64, 96).T, None)):
+        for grows in (False, True):
+            with torch.set_grad_enabled(grows):
+                alone = steps(lambda: F.linear(x, w, b))
+                with Sees():
+                    seen = steps(lambda: F.linear(x, w, b))
+                print(json.dumps([list(x.shape), alone, seen]))
+try:
+    F.linear(new(7, 60), weight)
+except RuntimeError as error:
+    print(json.dumps([str(error)[:4], 1, 1]))
+"""
+
+
+def test_products_in_one_step_take_what_their_parts_do(folder: Path) -> None:
+    _, said = planned(PRODUCTS, folder / "products.memtrace", source="none", follow_values=False)
+    cases = list(map(json.loads, said.splitlines()))
+    assert len(cases) == 8 * 4 * 2 + 1
+    assert [case for case in cases if case[1] != case[2]] == []
