@@ -24,7 +24,7 @@ _UNKNOWN = "unknown"
 MAX_DEVICES = 16
 
 _REQUIRED = ("name", "total", "capability", "processors", "l2_cache")
-_OPTIONAL = ("context", "integrated")
+_OPTIONAL = ("context", "integrated", "pool")
 _ARCHITECTURE = (
     "shared_per_block",
     "shared_per_processor",
@@ -47,6 +47,7 @@ class Device:
         processors: streaming multiprocessors.
         l2_cache: L2 cache.
         integrated: whether it shares the host's memory.
+        pool: the most that the pool of cudaMallocAsync can hold; None: all that there is.
         shared_per_block: shared memory that one block can ask for.
         shared_per_processor: shared memory of a multiprocessor.
         threads_per_processor: threads that a multiprocessor holds.
@@ -63,6 +64,7 @@ class Device:
     processors: int
     l2_cache: int
     integrated: bool
+    pool: int | None
     shared_per_block: int
     shared_per_processor: int
     threads_per_processor: int
@@ -156,10 +158,11 @@ def _device(path: Path, key: str, entry: object, document: Mapping[str, Any]) ->
         )
     where_architecture = f"{path}: architecture {capability}"
     figures |= _figures(where_architecture, architecture, _ARCHITECTURE, (), sources)
-    values: dict[str, Any] = {"context": None, "integrated": False}
+    values: dict[str, Any] = {"context": None, "integrated": False, "pool": None}
     values |= {name: value for name, (value, _) in figures.items()}
-    if values["context"] and values["context"] >= values["total"]:
-        raise MemtraceError(f"{where}: its context takes more than its total memory")
+    for part in ("context", "pool"):
+        if values[part] and values[part] >= values["total"]:
+            raise MemtraceError(f"{where}: its {part} takes all of its memory or more")
     major, minor = map(int, capability.split("."))
     values |= {"key": key, "capability": (major, minor)}
     return Device(**values, sources={name: source for name, (_, source) in figures.items()})
@@ -201,5 +204,5 @@ def _is_valid(name: str, value: object) -> bool:
         return isinstance(value, str) and re.fullmatch(r"\d{1,2}\.\d", value) is not None
     if name == "integrated":
         return isinstance(value, bool)
-    limit = 2**40 if name in ("total", "context") else 2**31
+    limit = 2**40 if name in ("total", "context", "pool") else 2**31
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value < limit

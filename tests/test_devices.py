@@ -102,7 +102,8 @@ cublas_workspace = 33_554_432
         MINE.replace("My card", "My|card"): "name can't be 'My|card'",
         MINE.replace("8.6", "8"): "capability can't be '8'",
         MINE.replace("8.6", "12.0"): "nothing is known of capability 12.0",
-        MINE + "context = 8_000_000_000": "its context takes more",
+        MINE + "context = 8_000_000_000": "its context takes all of its memory or more",
+        MINE + "pool = 9_000_000_000": "its pool takes all of its memory or more",
     }.items(),
 )
 def test_a_wrong_catalogue_is_refused_in_one_sentence(users: Path, text: str, why: str) -> None:

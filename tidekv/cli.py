@@ -35,7 +35,8 @@ examples:
   tidekv fidelity --dtype bfloat16
   tidekv fetch smollm2
 
-exit status: 0 done, 1 out of memory or disk, 2 bad input, 130 interrupted; plan has its own.
+exit status: 0 done, 1 a file or the disk fails, 2 bad input, 3 out of memory, 130 interrupted; plan
+has its own.
 """
 
 _RUN_EPILOG = """\
@@ -52,7 +53,7 @@ served), scoring, chunk_size (null without chunks), prompt_tokens, generated_tok
 layer and KV head), cache_bytes (before decoding), prefill_s, time_to_first_token_s (null where none
 was generated), decode_tokens_per_s (null below two tokens), text (null without a tokenizer).
 
-exit status: 0 done, 1 out of memory or disk, 2 bad input, 130 interrupted.
+exit status: 0 done, 1 a file or the disk fails, 2 bad input, 3 out of memory, 130 interrupted.
 """
 
 
@@ -66,8 +67,8 @@ A line a request; --json: schema, id, prompt_tokens, new_tokens, outcome (ok, oo
 seconds, first_token_s, tokens_per_s, error (null where there is none). A request that fails is told
 of, and the next one goes on.
 
-exit status: 0 all answered, 1 out of memory or disk, 2 bad input or a request failed,
-130 interrupted.
+exit status: 0 all answered, 1 a file or the disk fails, 2 bad input or a request failed,
+3 no memory for the model, 130 interrupted.
 """
 
 _FIDELITY = """\

@@ -2,6 +2,9 @@
 
 from collections.abc import Iterable
 
+#: The exit status of a prompt that the device has no memory for.
+DOES_NOT_FIT = 3
+
 
 class TidekvError(ValueError):
     """What the caller can put right; the command line prints it and exits with this status."""
@@ -20,7 +23,7 @@ class LoadError(TidekvError):
 class DeviceMemoryError(TidekvError):
     """The device has no memory left."""
 
-    exit_status = 1
+    exit_status = DOES_NOT_FIT
 
 
 def check_choice(what: str, name: str, choices: Iterable[str]) -> None:

@@ -38,6 +38,7 @@ class Setup:
     Attributes:
         total: memory of the device.
         outside: what others than the allocator use of it.
+        pool: the most that the pool of cudaMallocAsync can hold; None: all that there is.
         fraction: of ``total``, what may be reserved; None: as the settings say.
         completion: when blocks that other streams used come back, where the requests don't tell.
     """
@@ -46,6 +47,7 @@ class Setup:
     torch: Version = NEWEST
     total: int = ENDLESS
     outside: int = 0
+    pool: int | None = None
     fraction: float | None = None
     completion: Completion = "soon"
 

@@ -52,7 +52,7 @@ def bounds(requests: Requests, setup: Setup) -> Bounds:
     by_stream = sum(_peak(change[stream == one]) for one in requests.streams)
     requested = _exact_peak(change)
     least, most = _in_pieces(requested), max(by_stream, _in_pieces(requested))
-    room = setup.total - setup.outside
+    room = min(setup.total - setup.outside, setup.pool or setup.total)
     fraction = setup.settings.fraction if setup.fraction is None else setup.fraction
     fits: bool | None = None
     if requested > min(room, int(fraction * setup.total)):

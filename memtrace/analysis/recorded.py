@@ -36,12 +36,13 @@ def replayable(trace: Trace) -> list[Requests]:
 def setup_of(trace: Trace, process: ProcessTrace, device: str) -> Setup:
     """The allocator and the device of a recording, as far as it tells."""
     settings = settings_of(process)
-    setup = Setup(settings, version_of(process) or NEWEST)
+    card = virtual_card(trace, device)
+    setup = Setup(settings, version_of(process) or NEWEST, pool=card.get("pool"))
     found = process.cuda_device(device)
     if found.get("total_memory"):
         setup = replace(setup, total=found["total_memory"], fraction=fraction_of(found))
     if setup.total == ENDLESS:  # its allocator wasn't recorded
-        setup = replace(setup, total=virtual_card(trace, device).get("total", ENDLESS))
+        setup = replace(setup, total=card.get("total", ENDLESS))
     if setup.total != ENDLESS:
         setup = replace(setup, outside=_outside(trace, Account(process, device), setup.total))
     return setup

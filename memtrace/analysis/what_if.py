@@ -63,7 +63,7 @@ class Change:
 def _on(device: str, setup: Setup) -> Setup:
     card = catalogue().get(device)
     if card is not None:
-        return replace(setup, total=card.total, outside=card.context or 0)
+        return replace(setup, total=card.total, outside=card.context or 0, pool=card.pool)
     try:
         total = parse_size(device)
     except MemtraceError:
@@ -72,7 +72,7 @@ def _on(device: str, setup: Setup) -> Setup:
         raise MemtraceError(
             f"{device!r} is neither a card of memtrace devices nor a size such as 24 GiB"
         )
-    return replace(setup, total=total, outside=0)
+    return replace(setup, total=total, outside=0, pool=None)
 
 
 def replayed(

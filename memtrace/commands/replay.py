@@ -118,12 +118,12 @@ def _setup(args: argparse.Namespace, setup: "Setup") -> "Setup":
         total = parse_size(args.memory)
         if total == 0:
             raise MemtraceError("a device without memory has no allocator")
-        setup = replace(setup, total=total, outside=0)
+        setup = replace(setup, total=total, outside=0, pool=None)
     if args.device is not None:
         card, *others = choose(args.device)
         if others:
             raise MemtraceError(f"--device takes one card, and {args.device!r} names several")
-        setup = replace(setup, total=card.total, outside=card.context or 0)
+        setup = replace(setup, total=card.total, outside=card.context or 0, pool=card.pool)
     return setup
 
 

@@ -90,5 +90,6 @@ def _entry(device: Device, architectures: Sequence[int]) -> str:
         device.threads_per_processor,
         device.blocks_per_processor,
         int(device.integrated),
+        device.pool or device.total,
     )
     return "|".join(map(str, fields))

@@ -241,6 +241,7 @@ def test_bounds_of_the_stream_ordered_allocator(tmp_path: Path) -> None:
     assert found.fits is None
     assert bounds(requests, Setup(total=30 * MiB)).fits is False
     assert bounds(requests, Setup(total=130 * MiB)).fits is True
+    assert bounds(requests, Setup(total=130 * MiB, pool=30 * MiB)).fits is False
 
 
 # -- the command ---------------------------------------------------------------------------------

@@ -232,12 +232,12 @@ def test_out_of_device_memory(command, capsys, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has")
 
     monkeypatch.setattr(running, "prefill", exhausted)
-    assert main(command) == 1
+    assert main(command) == 3
     assert capsys.readouterr().err.startswith("tidekv: CUDA out of memory; use --schedule")
 
 
 def test_out_of_host_memory(command, capsys):
-    assert main([*command[:3], "--prompt-tokens", str(10**13)]) == 1
+    assert main([*command[:3], "--prompt-tokens", str(10**13)]) == 3
     said = capsys.readouterr().err
     assert said.startswith("tidekv: can't allocate memory: you tried to allocate 8000")
     assert "; use --schedule" in said

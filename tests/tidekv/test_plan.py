@@ -152,6 +152,20 @@ def test_no_room_is_a_verdict() -> None:
 
 
 @ON_CARD
+def test_so_it_is_where_the_allocator_tells_of_no_failure() -> None:
+    """And where the driver's pool holds less than the card has."""
+    told = plan(
+        *(*LLAMA, "--prompt", "65536", "--device", "jetson-agx-orin-64g"),
+        *("--schedule", "whole_prompt", "--allocator", "backend:cudaMallocAsync"),
+    )
+    assert told.returncode == 3, told.stderr
+    assert (
+        "snapkv: 65,536 tokens don't fit Orin (61.37 GiB): what was asked for isn't known under "
+        "this allocator, whose pool holds 20.00 GiB at most there. By formula it takes 22."
+    ) in told.stdout
+
+
+@ON_CARD
 def test_a_folder_without_weights_of_a_family_without_formulas_is_planned(tmp_path: Path) -> None:
     config = {
         "model_type": "gpt_neox",

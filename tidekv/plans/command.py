@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tidekv.arguments import MOST, add_batch, add_memory, add_methods, add_model
-from tidekv.errors import TidekvError
+from tidekv.errors import DOES_NOT_FIT, TidekvError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 #: Raised when a key of ``plan --json`` changes its meaning or goes away.
 _SCHEMA = 1
-
-#: The exit status of a prompt that doesn't fit.
-DOES_NOT_FIT = 3
 
 _EPILOG = """\
 examples:
@@ -348,11 +345,10 @@ def verdict(found: "Plan") -> str:
         )
     total = size(found.card.total)
     if not found.fits:
-        oom = found.summary.ooms[-1]
         needed = f" By formula it takes {size(found.moment.total)}." if found.moment else ""
         return (
             f"{found.method}: {found.prompt:,} tokens don't fit {found.card.name} ({total}): "
-            f"{size(oom.requested)} were asked for {oom.place.within}.{needed}"
+            f"{_lacking(found)}.{needed}"
         )
     if found.reserved_peak is None:
         return (
@@ -366,6 +362,19 @@ def verdict(found: "Plan") -> str:
         f"{found.method}: {found.prompt:,} tokens fit {found.card.name} ({total}): "
         f"{size(found.reserved_peak)} reserved at most, {size(found.headroom)} left ({context})."
     )
+
+
+def _lacking(found: "Plan") -> str:
+    """What there was no room for, in a clause."""
+    from memtrace.render import size
+
+    if found.summary.ooms:
+        oom = found.summary.ooms[-1]
+        return f"{size(oom.requested)} were asked for {oom.place.within}"
+    lacking = "what was asked for isn't known under this allocator"
+    if found.card is not None and found.card.pool is not None:
+        lacking += f", whose pool holds {size(found.card.pool)} at most there"
+    return lacking
 
 
 def _longest(arguments: argparse.Namespace) -> bool:

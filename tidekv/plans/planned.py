@@ -13,6 +13,7 @@ from memtrace.components import LIVE_COMPONENTS
 from memtrace.devices import Device
 from memtrace.sizes import format_size
 from memtrace.trace.reader import Trace
+from tidekv.errors import DOES_NOT_FIT
 from tidekv.formulas import Moment, peak, sizes
 from tidekv.formulas.asked import UnknownFormula, case_of
 
@@ -82,7 +83,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return not self.summary.ooms
+        return not self.summary.ooms and self.summary.exit_code != DOES_NOT_FIT
 
     @property
     def reserved_peak(self) -> int | None:

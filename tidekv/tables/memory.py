@@ -27,6 +27,8 @@ from tidekv.tables.measuring import Measured
 _PUBLISHED = Path(__file__).with_name("published.toml")
 #: Allocated figures are to be within this share of the paper's.
 WITHIN = 0.002
+#: The allocator whose memory the driver pools.
+_ASYNC = "backend:cudaMallocAsync"
 #: Quantities that are exact; reserved bytes depend on more than the paper says.
 _EXACT = ("allocated", "steady", "above", "cache")
 
@@ -135,7 +137,10 @@ class Row:
         if self.saves or one is None or not one.fits:
             return None
         card = card_of(self.setting.device)
-        return card.total - (card.context or 0) - one.reserved_peak
+        room = card.total - (card.context or 0)
+        if self.setting.allocator == _ASYNC and card.pool is not None:
+            room = min(room, card.pool)
+        return room - one.reserved_peak
 
     def _value(self, found: Found, method: str) -> float | bool | None:
         one = found.get(Case(self.setting, method))

@@ -19,11 +19,11 @@ static __thread int current;
 
 static bool read_device(char *entry, Device *device)
 {
-    char *fields[14];
+    char *fields[15];
     int n = 0;
-    for (char *field; n < 14 && (field = strsep(&entry, "|")) != NULL; n++)
+    for (char *field; n < 15 && (field = strsep(&entry, "|")) != NULL; n++)
         fields[n] = field;
-    if (n != 13)
+    if (n != 14)
         return false;
     snprintf(device->name, sizeof device->name, "%s", fields[0]);
     device->total = strtoull(fields[1], NULL, 10);
@@ -38,6 +38,7 @@ static bool read_device(char *entry, Device *device)
     device->threads_per_processor = atoi(fields[10]);
     device->blocks_per_processor = atoi(fields[11]);
     device->integrated = atoi(fields[12]);
+    device->pool = strtoull(fields[13], NULL, 10);
     return true;
 }
 

@@ -114,7 +114,7 @@ static bool pool_grow(int device, uint64_t used)
     Pool *pool = &memories[device].pool;
     uint64_t reserved = round_up(used, PAGE);
     if (reserved > pool->reserved) {
-        if (reserved - pool->reserved > left(device))
+        if (reserved - pool->reserved > left(device) || reserved > vgpu_device(device)->pool)
             return false;
         memories[device].taken += reserved - pool->reserved;
         pool->reserved = reserved;

@@ -44,6 +44,7 @@ typedef struct {
     int shared_per_block, shared_per_processor; /* the former when a kernel asks for it */
     int threads_per_processor, blocks_per_processor;
     bool integrated;
+    size_t pool; /* the most that the pool of cudaMallocAsync can hold */
 } Device;
 
 #pragma GCC visibility push(default)
