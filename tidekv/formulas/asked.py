@@ -19,8 +19,6 @@ class UnknownFormula(Exception):
     """Why there are no formulas for what was asked, in a clause."""
 
 
-#: Schedules that call transformers' own attention.
-_STOCK = ("whole_prompt", "kv_offload", "layer_major_published")
 _SNAPKV = {"window": 32, "block_size": 2048, "kernel_size": 7, "sinks": 4}
 #: Parameters that may be 0; all others are sizes.
 _ZERO = frozenset({"sinks", "safeguard"})
@@ -41,6 +39,7 @@ DEFAULTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "snapkv": _SNAPKV,
         "pyramidkv": {**_SNAPKV, "beta": 20},
         "adakv": {**_SNAPKV, "safeguard": 0.2},
+        "cake": {"window": 32, "block_size": 2048, "kernel_size": 5},
         "chunkkv": {"window": 32, "block_size": 2048, "chunk": 10},
         "tova": {"block_size": 2048},
         "h2o": {"block_size": 2048},
@@ -70,6 +69,8 @@ def case_of(arguments: argparse.Namespace, card: Device) -> Case:
         raise UnknownFormula("there is no such prefill")
     if arguments.scoring != "blockwise":
         raise UnknownFormula("they know blockwise scoring")
+    if arguments.selector == "cake":
+        raise UnknownFormula("how many rows cake keeps of a layer depends on the prompt")
     if arguments.attention == "flash_attention_2" and find_spec("flash_attn") is not None:
         raise UnknownFormula("the flash-attn package has kernels of its own")
     attention = arguments.attention
@@ -78,12 +79,8 @@ def case_of(arguments: argparse.Namespace, card: Device) -> Case:
     kernel = kernel_of(attention, shape)
     if kernel is None:
         raise UnknownFormula(f"they don't know what {arguments.attention} takes for this model")
-    if arguments.selector == "h2o" and arguments.schedule in _STOCK:
-        raise UnknownFormula("they don't know what h2o takes of transformers' own attention")
     schedule, selector = _given(arguments, "schedule"), _given(arguments, "selector")
     cache = _given(arguments, "cache")
-    if cache and arguments.schedule == "online":
-        raise UnknownFormula("they don't know what kivi takes under online")
     prompt = arguments.prompt
     budget = budgets.default(prompt) if arguments.budget is None else arguments.budget
     if arguments.selector == "none":

@@ -1,7 +1,8 @@
 """What a kernel of attention holds besides queries, keys and values.
 
 ``flash`` is PyTorch's FlashAttention; ``efficient`` its memory-efficient kernel, which takes prefix
-and chunk apart; ``eager`` plain operators. See :mod:`tidekv.attention`, whose code this counts.
+and chunk apart; ``math`` PyTorch's attention in plain operators; ``eager`` our own. See
+:mod:`tidekv.attention`, whose code this counts.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ def kernel_of(attention: str, shape: Shape) -> str | None:
     if attention == "eager":
         return attention
     if attention == "sdpa_math":
-        return None
+        return "math"
     flash = shape.element == 2 and shape.head % 8 == 0 and shape.head <= 256
     if flash and attention != "sdpa_efficient":
         return "flash"
@@ -37,6 +38,9 @@ def moments(case: Case, rows: int, present: int) -> Iterator[Moment]:
         yield flash(case, rows, present)
     elif case.kernel == "eager":
         yield from _eager(case, rows, present)
+    elif case.kernel == "math":
+        mask = tensor("backend", "mask, C·P·b", rows * present * case.shape.element)
+        yield from beside((mask,), math(case, rows, present, case.shape.kv_heads))
     else:
         yield from _efficient(case, rows, present)
 
@@ -107,6 +111,35 @@ def _splits(case: Case, rows: int, present: int, heads: int) -> int:
             waves = blocks * parts / room
             share[parts] = waves / -(-blocks * parts // room)
     return next(parts for parts, one in share.items() if one >= 0.85 * max(share.values()))
+
+
+def math(case: Case, rows: int, present: int, heads: int) -> Iterator[Moment]:
+    """``_scaled_dot_product_attention_math``: of 16 bits copies in fp32, then fp32 throughout.
+
+    Queries are scaled into another tensor, K and V expanded to the query heads if they have fewer
+    ``heads``, scaled keys freed after the product. Beside logits and softmax are which logits are
+    -∞, and of which rows all are. Weights are given back in the model's dtype too.
+    """
+    s, copied = case.shape, case.shape.element < 4
+    lines = case.batch * s.query_heads * rows
+    query = act("queries in fp32, 4·B·C·Hq·D", 4 * lines * s.head, 2 if copied else 1)
+    keys = 4 * case.batch * present * s.head
+    every = act("expanded K or V in fp32, 4·B·Hq·P·D", keys * s.query_heads)
+    held = [query]
+    if copied:
+        held.append(act("K and V in fp32, 4·B·H·P·D", keys * heads, 2))
+    if heads < s.query_heads:
+        held += [every, every]
+    logits = act("logits or weights in fp32, 4·B·Hq·C·P", 4 * lines * present)
+    yield Moment("attention, product with keys", (*held, every, logits))
+    infinite = act("which logits are -∞, B·Hq·C·P", lines * present)
+    all_of = act("rows without another, B·Hq·C", lines)
+    yield Moment("attention, softmax", (*held, logits, logits, infinite, all_of, act("zero", 4)))
+    found: tuple[Tensor, ...] = (output(case, rows),)
+    if copied:
+        weights = act("weights, B·Hq·C·P·b", lines * present * s.element)
+        found += (weights, act("output in fp32, 4·B·C·Hq·D", 4 * lines * s.head))
+    yield Moment("attention, product with values", (*held, logits, *found))
 
 
 def _eager(case: Case, rows: int, present: int) -> Iterator[Moment]:

@@ -7,7 +7,7 @@ the MLP, Hq query heads, Hkv KV heads, D head size, V vocabulary, b bytes of a n
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tidekv.shapes import Shape
 
@@ -80,6 +80,16 @@ def beside(held: Iterable[Tensor], moments: Moments, step: str = "") -> Iterator
     before = tuple(held)
     for one in moments:
         yield Moment(f"{step}{one.where}", (*before, *one.tensors))
+
+
+def choosing(moments: Moments) -> Iterator[Moment]:
+    """Moments of a selector, whatever activations are alive then being its own."""
+    for one in moments:
+        own = (
+            replace(part, component="Temp") if part.component == "Act" else part
+            for part in one.tensors
+        )
+        yield Moment(f"choosing, {one.where}", tuple(own))
 
 
 def sizes(tensors: Iterable[Tensor]) -> list[int]:

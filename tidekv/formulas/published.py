@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from tidekv.formulas import layer
-from tidekv.formulas.attention import flash, softmax
+from tidekv.formulas.attention import flash, math, softmax
 from tidekv.formulas.moments import Case, Moment, Tensor, act, beside, full, resident, tensor
+from tidekv.formulas.scoring import observing, sums
 from tidekv.formulas.selecting import finished, layer_end, observed, remembered
 
 #: Columns to whose multiple the memory-efficient kernel pads a mask.
@@ -66,14 +67,18 @@ def _chunk(case: Case, rows: int, end: int) -> Iterator[Moment]:
     mask: tuple[Tensor, ...] = ()
     if case.kernel != "flash":
         mask = (tensor("backend", "mask, C·P·b", rows * end * b),)
-    yield from beside((given, *mask), layer.table(case, rows))
+    before = tuple(sums(case)) if end > rows else ()
+    yield from beside((given, *mask, *before), layer.table(case, rows))
     held = (*mask, layer.rotation(case, rows))
-    yield from beside((*held, given), [layer.norm(case, rows)])
+    yield from beside((*held, *before, given), [layer.norm(case, rows)])
     states = act("states of a chunk, B·C·d·b", size)
-    yield from beside((*held, given, states), _projections(case, rows))
+    yield from beside((*held, *before, given, states), _projections(case, rows))
+    held = (*held, *sums(case))
     stored = (*_pieces(case, [(rows, end)]), *_newest(case, rows), full(case, end))
     query = act("queries, B·C·Hq·D·b", case.batch * rows * s.attention * b)
-    yield from beside((*held, *stored, given, states, query), _attention(case, rows, end))
+    seen = (*held, *stored, given, states, query)
+    yield from beside(seen, observing(case, rows, end))
+    yield from beside(seen, _attention(case, rows, end))
     yield from beside((*held, *stored, states), _mlp(case, rows))
 
 
@@ -107,6 +112,8 @@ def _attention(case: Case, rows: int, end: int) -> Iterator[Moment]:
         mask = act("the mask, padded, C·P·b", rows * padded * b)
         found = (attended, *((mask,) if padded > end else ()), act("seed and offset", 8, 2))
         yield Moment("attention", (*held, *found))
+    elif case.kernel == "math":
+        yield from beside(held, math(case, rows, end, s.query_heads))
     else:
         number = case.batch * s.query_heads * rows * end
         logits = act("logits, B·Hq·C·P·b", number * b)

@@ -14,21 +14,24 @@ from tidekv.formulas.scoring import scoring
 _SHARED = frozenset({"tova"})
 
 
-def layer_end(case: Case, layer: int, present: int, own: Tensor) -> Iterator[Moment]:
+def layer_end(
+    case: Case, layer: int, present: int, own: Tensor, *, final: bool = True
+) -> Iterator[Moment]:
     """Scoring ``present`` rows, the copies of those that are kept, and quantising them.
 
     Args:
         own: where the layer's K and V are; without a selector they are what is kept.
+        final: whether no more rows come, and those that are kept are quantised.
     """
     kept = min(case.kept[layer], present)
     if case.selector is None:
         if not case.by_head:  # there they are on the host
-            yield from beside((_rows(case, kept),), quantising(case, kept))
+            yield from beside((rows_kept(case, kept),), quantising(case, kept))
         return
-    yield from beside((own,), _selected(case, present, kept))
+    yield from beside((own,), _selected(case, present, kept, final))
 
 
-def _selected(case: Case, present: int, kept: int) -> Iterator[Moment]:
+def _selected(case: Case, present: int, kept: int, final: bool) -> Iterator[Moment]:
     if kept < present:
         yield from scoring(case, present, kept)
     heads = case.batch * case.shape.kv_heads
@@ -38,8 +41,10 @@ def _selected(case: Case, present: int, kept: int) -> Iterator[Moment]:
     if case.ragged:
         found.append(temp("the head of each kept row, 8·B·Hkv·K", 8 * heads * kept))
         found.append(temp("heads, and rows of each, 8·B·Hkv", 8 * heads, 2))
-    yield Moment("compression", (*found, _rows(case, kept)))
-    held = (found[0], _rows(case, kept), *(_numbers(case) if case.ragged else ()))
+    yield Moment("compression", (*found, rows_kept(case, kept)))
+    if not final:
+        return
+    held = (found[0], rows_kept(case, kept), *(_numbers(case) if case.ragged else ()))
     yield from beside(held, quantising(case, kept))
 
 
@@ -63,7 +68,7 @@ def finished(case: Case, layers: int) -> Iterator[Tensor]:
     if offloaded or "park_caches" in case.placed:
         return
     for rows, count in Counter(case.kept[:layers]).items():
-        held = packed(case, rows) or (_rows(case, rows),)
+        held = packed(case, rows) or (rows_kept(case, rows),)
         for one in (*held, *(_numbers(case) if case.ragged else ())):
             yield Tensor(one.component, one.what, one.bytes, one.count * count)
 
@@ -75,7 +80,7 @@ def _numbers(case: Case) -> Iterator[Tensor]:
     yield tensor("KV_res/compact", "prompts, 8·B", 8 * case.batch)
 
 
-def _rows(case: Case, rows: int) -> Tensor:
+def rows_kept(case: Case, rows: int) -> Tensor:
     """Keys and values that a layer keeps, in full."""
     s = case.shape
     size = case.batch * s.kv_heads * rows * s.head * s.element

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 from tidekv.formulas import layer
 from tidekv.formulas.moments import Case, Moment, Tensor, beside, full, resident, tensor
+from tidekv.formulas.quantising import quantising
 from tidekv.formulas.scoring import sums
-from tidekv.formulas.selecting import layer_end, observed
+from tidekv.formulas.selecting import layer_end, observed, rows_kept
 
 
 def chunked(case: Case) -> Iterator[Moment]:
@@ -18,7 +19,8 @@ def chunked(case: Case) -> Iterator[Moment]:
 
 
 def online(case: Case) -> Iterator[Moment]:
-    """In every layer the kept rows and a chunk; a layer is cut back after each chunk."""
+    """In every layer the kept rows and a chunk; a layer is cut back after each chunk. In the end
+    the kept rows are quantised, of the first layer beside those of all others."""
     kept, present = case.kept[0], 0
     own, *others = (full(case, min(rows + case.chunk, case.prompt)) for rows in case.kept)
     held = (*resident(case), *others, *_observed(case))
@@ -27,8 +29,12 @@ def online(case: Case) -> Iterator[Moment]:
         states = (*held, _hidden(case, rows))
         yield from beside((*states, own), layer.step(case, rows, present), step)
         if present > kept:
-            yield from beside(states, layer_end(case, 0, present, own), step)
+            yield from beside(states, layer_end(case, 0, present, own, final=False), step)
             present = kept
+    copied = rows_kept if kept < case.prompt else full  # what kept all still is what it was
+    others = [copied(case, rows) for rows in case.kept[1:]]
+    held = (*resident(case), *_observed(case), rows_kept(case, kept), *others)
+    yield from beside((*held, _hidden(case, 1)), quantising(case, kept), "layer 0, ")
 
 
 def head_offload(case: Case) -> Iterator[Moment]:

@@ -7,8 +7,20 @@ embeddings, the layer's input, cosines, sines and positions of the prompt.
 from collections.abc import Iterator
 
 from tidekv.formulas import layer
-from tidekv.formulas.attention import flash, softmax
-from tidekv.formulas.moments import Case, Moment, Tensor, act, beside, full, resident, tensor
+from tidekv.formulas.attention import flash, math, softmax
+from tidekv.formulas.moments import (
+    Case,
+    Moment,
+    Tensor,
+    act,
+    beside,
+    choosing,
+    full,
+    resident,
+    temp,
+    tensor,
+)
+from tidekv.formulas.scoring import observing, sums
 from tidekv.formulas.selecting import finished, layer_end, observed, remembered
 
 
@@ -34,32 +46,50 @@ def moments(case: Case) -> Iterator[Moment]:
     yield from beside(before, _attention(case, states, weights), step)
     own = full(case, case.prompt)
     seen = (*observed(case), states, states, *weights)
+    yield from beside((*before, *seen, own), _watched(case), step)
     yield from beside((*before, *seen), layer_end(case, last, case.prompt, own), step)
     after = (*always, *finished(case, s.layers), *remembered(case, s.layers), *weights, states)
     yield from beside(after, _mlp(case, states), step)
 
 
 def _attention(case: Case, states: Tensor, weights: tuple[Tensor, ...]) -> Iterator[Moment]:
-    """Norm, projections, rotation and the kernel.
+    """Norm, projections, rotation and the kernel."""
+    yield from beside((states,), _rotation(case))
+    size = case.batch * case.prompt * case.shape.attention * case.shape.element
+    query = act("queries, B·S·Hq·D·b", size)
+    seen = (states, query, full(case, case.prompt))
+    attended = act("attention's output, B·S·Hq·D·b", query.bytes)
+    yield from beside(seen, _kernel(case, attended, weights))
+    yield Moment("output projection", (*seen, *weights, attended, states))
 
-    ``apply_rotary_pos_emb`` has queries (and keys) in four versions: as they were, times cosines,
-    turned, times sines.
-    """
+
+def _rotation(case: Case) -> Iterator[Moment]:
+    """``apply_rotary_pos_emb`` has queries (and keys) in four versions: as they were, times
+    cosines, turned, times sines."""
     s, b = case.shape, case.shape.element
     lines = case.batch * case.prompt
     query = act("queries in some version, B·S·Hq·D·b", lines * s.attention * b)
     key = act("keys or values in some version, B·S·Hkv·D·b", lines * s.kv_heads * s.head * b)
     if s.normalises_heads:
         norms = [layer.norm(case, case.prompt * s.query_heads, s.head, "norm of queries")]
-        yield from beside((states, query), norms)
+        yield from beside((query,), norms)
         norms = [layer.norm(case, case.prompt * s.kv_heads, s.head, "norm of keys")]
-        yield from beside((states, query, key), norms)
-    yield Moment("rotation of queries", (states, *[query] * 4, *[key] * 2))
-    yield Moment("rotation of keys", (states, *[query] * 2, *[key] * 5))
-    seen = (states, query, full(case, case.prompt))
-    attended = act("attention's output, B·S·Hq·D·b", query.bytes)
-    yield from beside(seen, _kernel(case, attended, weights))
-    yield Moment("output projection", (*seen, *weights, attended, states))
+        yield from beside((query, key), norms)
+    yield Moment("rotation of queries", (*[query] * 4, *[key] * 2))
+    yield Moment("rotation of keys", (*[query] * 2, *[key] * 5))
+
+
+def _watched(case: Case) -> Iterator[Moment]:
+    """H2O has the module make every query once more, which is its output too."""
+    if case.selector != "h2o":
+        return
+    s, b = case.shape, case.shape.element
+    yield from choosing(_rotation(case))
+    query = temp("queries, B·S·Hq·D·b", case.batch * case.prompt * s.attention * b)
+    held = (query, *sums(case))
+    yield from beside(held, observing(case, case.prompt, case.prompt))
+    output = temp("output, B·S·d·b", case.batch * case.prompt * s.hidden * b)
+    yield Moment("choosing, output projection", (*held, query, output))
 
 
 def _kernel(case: Case, attended: Tensor, weights: tuple[Tensor, ...]) -> Iterator[Moment]:
@@ -72,6 +102,10 @@ def _kernel(case: Case, attended: Tensor, weights: tuple[Tensor, ...]) -> Iterat
         return
     if case.kernel == "efficient":
         yield Moment("attention", (attended, act("seed and offset", 8, 2)))
+        return
+    if case.kernel == "math":
+        mask = act("mask in fp32, 4·S²", 4 * case.prompt**2)
+        yield from beside((mask,), math(case, case.prompt, case.prompt, case.shape.kv_heads))
         return
     expanded = act("expanded K and V, B·Hq·S·D·b", attended.bytes, 2)
     held = (expanded,) if case.shape.query_heads > case.shape.kv_heads > 1 else ()

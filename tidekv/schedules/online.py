@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from memtrace import scopes
-from tidekv.caches import rows_of
+from tidekv.caches import CompactLayer, rows_of
 from tidekv.models import Span
 from tidekv.schedules.base import Buffer, Filled, Observer, Schedule, Task
 from tidekv.schedules.chunked import token_major
@@ -47,15 +47,20 @@ class Online(Schedule):
         with task.decoder.running():
             hidden = token_major(task, self.chunk_size, self.piece_rows, present, observers, evict)
             cache = task.cache
-            for index in layers:
-                keys, values = present[index].read()
-                dropped = task.prompt_tokens - keys.shape[2]
-                cache.layers[index].store(keys, values, dropped=dropped)
-                cache.layers[index].finish()
             kept = [Selection(one.positions) for one in present if one.positions is not None]
-            present.clear()
+            for index in layers:
+                with scopes.layer(index), scopes.phase("compress"):
+                    _hand_over(present.pop(0), cache.layers[index], task.prompt_tokens)
             with scopes.component("Temp"):
                 return Filled(cache, task.decoder.logits(hidden), kept)
+
+
+def _hand_over(present: "_Present", layer: CompactLayer, prompt_tokens: int) -> None:
+    """What is there of a layer goes to the cache, which alone holds it from then on."""
+    keys, values = present.read()
+    layer.store(keys, values, dropped=prompt_tokens - keys.shape[2])
+    del present, keys, values
+    layer.finish()
 
 
 class _Present(Buffer):
