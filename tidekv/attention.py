@@ -24,15 +24,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from memtrace import scopes
 from tidekv.errors import InfeasibleError, check_choice
+from tidekv.names import ATTENTIONS
 
 #: One softmax over some of the keys: output (B, H, L, D) and log-sum-exp (B, H, L) in fp32.
 Partial = tuple[torch.Tensor, torch.Tensor]
 
-ATTENTIONS = (
-    *("sdpa", "eager", "flash_attention_2"),
-    *("sdpa_flash", "sdpa_efficient", "sdpa_math"),
-)
-#: Of those, the ones that are one kernel of PyTorch's scaled_dot_product_attention.
+#: Of all names, those of one kernel of PyTorch's scaled_dot_product_attention.
 _KERNELS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -47,7 +44,7 @@ class Backend:
     """What computes the attention of one prefill.
 
     Attributes:
-        name: what was asked for, one of :data:`ATTENTIONS`.
+        name: what was asked for, one of :data:`tidekv.names.ATTENTIONS`.
         kernel: what was taken for it, in words.
         attend: (queries (B, Hq, C, D), rows P-C..P-1; keys and values (B, Hkv, P, D); scaling) →
             (B, Hq, C, D).
@@ -66,7 +63,7 @@ def decide(
     head_dim: int,
     softcap: float | None = None,
 ) -> Backend:
-    """The kernel for one of :data:`ATTENTIONS`.
+    """The kernel for one of :data:`tidekv.names.ATTENTIONS`.
 
     Args:
         softcap: c of logits ← c·tanh(logits / c); no fused kernel of PyTorch knows it.

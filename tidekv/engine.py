@@ -18,8 +18,8 @@ from tidekv.caches import CompactCache
 from tidekv.caches.compact import past_window
 from tidekv.errors import InfeasibleError, check_choice
 from tidekv.models import StockDecoder, check_family, decoder_of
+from tidekv.names import SCORINGS
 from tidekv.schedules import LayerMajor, Schedule, Task
-from tidekv.scoring import SCORINGS
 from tidekv.selectors import Selector
 from tidekv.selectors.base import Request
 
@@ -80,7 +80,7 @@ def prefill(
         cache: how kept rows are held, see :func:`tidekv.methods.cache_of`.
         chunk_size: rows that a schedule advances at a time, if it has chunks.
         scoring: "blockwise" (bounded memory) or "dense" (reference).
-        attention: one of :data:`tidekv.attention.ATTENTIONS`; None = the model's own setting.
+        attention: one of :data:`tidekv.names.ATTENTIONS`; None = the model's own setting.
         attention_mask: (B, S); checked to be all ones, since padded batches are not supported.
             Without one every token counts, padding too.
         keep_indices: keep the positions of the kept rows.

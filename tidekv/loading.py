@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tidekv.errors import LoadError, check_choice
+from tidekv.names import ATTENTIONS
 from tidekv.progress import progress_bar
 from tidekv.shapes import shape_of
 
@@ -87,7 +88,7 @@ def load_model(
             into the user's cache), a name in :data:`PRESETS` (no tokenizer), a folder written by
             ``save_pretrained``, or a hub id.
         dtype: of the weights; None = the checkpoint's own, bfloat16 for presets.
-        attention: one of :data:`tidekv.attention.ATTENTIONS`, for decoding and ``whole_prompt``.
+        attention: one of :data:`tidekv.names.ATTENTIONS`, for decoding and ``whole_prompt``.
         weights: "random" (of a folder or hub id, its trained ones), or, of all that has a
             configuration, "empty" (whatever the memory held; the host takes none until it is
             written to) or "meta" (shapes only).
@@ -100,7 +101,7 @@ def load_model(
         InfeasibleError: no such attention.
     """
 
-    from tidekv.attention import ATTENTIONS, transformers_name
+    from tidekv.attention import transformers_name
 
     check_choice("attention", attention, ATTENTIONS)
     check_choice("kind of weights", weights, ("random", "empty", "meta"))

@@ -20,11 +20,11 @@ from tidekv.engine import Prefill, decode, prefill
 from tidekv.errors import DeviceMemoryError, TidekvError, check_choice
 from tidekv.loading import PRESETS, encode, load_model
 from tidekv.methods import CACHES, cache_of
+from tidekv.names import DTYPES
 from tidekv.progress import progress_bar
 from tidekv.schedules import SCHEDULES, LayerMajor, Schedule
 from tidekv.selectors import SELECTORS, Selector
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: The memtrace component of a prompt's token ids.
 IDS = "backend/ids"
 #: Parameters of a schedule that are flags of their own.
@@ -342,8 +342,9 @@ def dtype_of(name: str | None) -> torch.dtype | None:
     """
     if name is None:
         return None
-    check_choice("dtype", name, _DTYPES)
-    return _DTYPES[name]
+    check_choice("dtype", name, DTYPES)
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def device_of(name: str) -> str:

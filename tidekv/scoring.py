@@ -23,8 +23,6 @@ import torch.nn.functional as F
 
 from tidekv.errors import InfeasibleError, check_choice
 
-SCORINGS = ("blockwise", "dense")
-
 #: Scores that are merged into the best so far at a time, if that is more than there are of those.
 _MERGED = 1024
 

@@ -288,11 +288,24 @@ def test_the_longest_prompt_is_one_that_was_tried() -> None:
         (["--prompt", "9", "--device", "a100-40g", "--torch", "1.9"], "the oldest is 2.1"),
         (["--prompt", "9", "--device", "a100-40g", "--torch", "new"], "not a version of torch"),
         (["--max-context", "--device", "a100-40g", "--torch", "2.9"], "--torch goes with"),
+        (["--prompt", "9", "--device", "a100-40g", "--chunk-size", "0"], "--chunk-size must be"),
+        (
+            ["--prompt", "9", "--device", "a100-40g", "--budget", "10"],
+            "is outside 1..9, the prompt",
+        ),
+        (["--max-context", "--device", "a100-40g", "--budget", "1.5"], "is no share of the prompt"),
+        (["--prompts", "9", "--attention", "mine"], "no attention 'mine'; use one of sdpa, eager"),
+        (["--prompt", "9", "--min-device", "--selector", "mine"], "no selector 'mine'; use one of"),
+        (
+            ["--prompt", "9", "--device", "cpu", "--model", "a/b/c"],
+            "configuration of 'a/b/c' can't",
+        ),
     ],
 )
 def test_bad_input_gets_a_sentence(arguments: list[str], sentence: str) -> None:
     told = plan(*LLAMA[:2], *arguments)
     assert told.returncode == 2
     assert told.stderr.startswith("tidekv: ")
+    assert told.stderr.count("tidekv: ") == 1
     assert sentence in told.stderr
     assert "Traceback" not in told.stderr

@@ -10,8 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidekv.arguments import MOST, add_batch, add_memory, add_methods, add_model
+from tidekv.arguments import add_batch, add_memory, add_methods, add_model
 from tidekv.errors import DOES_NOT_FIT, TidekvError
+from tidekv.plans.checking import check
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -119,7 +120,7 @@ def add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
 def _plan(arguments: argparse.Namespace) -> None:
     from memtrace.errors import MemtraceError
 
-    _check(arguments)
+    check(arguments, _methods(arguments).values())
     try:
         if arguments.fit:
             from tidekv.plans.fit_command import fitted
@@ -136,55 +137,6 @@ def _plan(arguments: argparse.Namespace) -> None:
     if not fits:
         sys.stdout.flush()
         sys.exit(DOES_NOT_FIT)
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    if arguments.prompts is not None and (
-        arguments.max_context
-        or arguments.min_device
-        or arguments.fit
-        or arguments.torch
-        or arguments.output is not None
-        or arguments.prompt is not None
-    ):
-        raise TidekvError("--prompts keeps no run and goes with none but --compare and --device.")
-    if arguments.max_context and (
-        arguments.min_device or arguments.fit or arguments.output is not None
-    ):
-        raise TidekvError("--max-context keeps no run and goes without --min-device, --fit and -o.")
-    if arguments.torch and (arguments.max_context or arguments.fit or arguments.min_device):
-        raise TidekvError("--torch goes with --prompt and --compare alone.")
-    if arguments.fit:
-        if arguments.min_device or arguments.compare or arguments.output is not None:
-            raise TidekvError("--fit keeps no run and goes without --compare, --min-device and -o.")
-        if arguments.schedule != "layer_major":
-            raise TidekvError("--fit changes what layer_major alone has; use that schedule.")
-        if arguments.engine == "fake":
-            raise TidekvError("--fit counts what goes over the bus, as the engine virtual does.")
-    if arguments.min_device and arguments.compare:
-        raise TidekvError("--min-device is about one method; drop --compare, or plan each.")
-    asked = (arguments.prompt is not None, arguments.max_context, arguments.prompts is not None)
-    if sum(asked) != 1:
-        raise TidekvError("Give either --prompt N, --prompts N,N,… or --max-context.")
-    for name in ("prompt", "up_to", "batch"):
-        value = getattr(arguments, name)
-        if value is not None and not 1 <= value <= MOST:
-            flag = f"--{name.replace('_', '-')}"
-            raise TidekvError(f"{flag} must be at least 1 and at most {MOST:,}, not {value:,}.")
-    if arguments.device == "cpu" and (
-        arguments.max_context
-        or arguments.min_device
-        or arguments.fit
-        or arguments.prompts is not None
-        or arguments.allocator
-        or arguments.torch
-    ):
-        raise TidekvError(
-            "A plan for the CPU knows no limit and no allocator; drop --max-context, --min-device, "
-            "--fit, --prompts, --allocator and --torch, or name a card."
-        )
-    if arguments.device is None and not arguments.min_device and arguments.prompts is None:
-        raise TidekvError("--device is missing: name a card of memtrace devices.")
 
 
 def _methods(arguments: argparse.Namespace) -> dict[str, argparse.Namespace]:
@@ -208,7 +160,10 @@ def _planned(arguments: argparse.Namespace) -> bool:
         ]
         from memtrace.render import natural, show
 
-        judged = _judged(found[0]) if arguments.min_device else None
+        judged = None
+        if arguments.min_device:  # of a card that is too small nothing follows
+            account = found[0].account if found[0].fits else None
+            judged = cards.candidates(found[0].trace, account) if account else []
         if arguments.json:
             plans = [one.as_json() for one in found]
             body = {"plans": plans} if arguments.compare else plans[0]
@@ -219,7 +174,7 @@ def _planned(arguments: argparse.Namespace) -> bool:
             table = compared(found)
             show(table, least=natural(table))
         elif judged is not None:
-            show(sufficient(judged))
+            show(sufficient(judged)) if judged else print(verdict(found[0]))
         else:
             show(equations(found[0]))
             print(where(found[0]))
@@ -229,22 +184,6 @@ def _planned(arguments: argparse.Namespace) -> bool:
                 if one.modelled:
                     print(one.modelled)
     return all(one.fits for one in found)
-
-
-def _judged(found: "Plan") -> "list[Candidate]":
-    """Which cards suffice.
-
-    Raises:
-        TidekvError: not even the one that it was planned on does.
-    """
-    from tidekv.plans import cards
-
-    if found.account is None or not found.fits:
-        raise TidekvError(
-            f"{found.prompt:,} tokens don't fit {found.place} either; use a shorter --prompt or "
-            "a larger --device."
-        )
-    return cards.candidates(found.trace, found.account)
 
 
 @contextmanager
