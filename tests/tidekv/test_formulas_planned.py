@@ -64,8 +64,8 @@ SETTINGS = (
     "--prompt 300 --budget 300 --chunk-size 16 --piece-rows 512",
 )
 SELECTORS = (
-    *("pyramidkv", "adakv", "chunkkv", "tova", "h2o", "keydiff", "knorm", "streamingllm"),
-    *("recent", "random"),
+    *("pyramidkv", "adakv", "chunkkv", "cake", "tova", "h2o", "keydiff", "knorm"),
+    *("streamingllm", "recent", "random"),
 )
 PLACED = (
     "--stream-weights",
@@ -96,9 +96,26 @@ CASES = (
     "tidekv --model wide --prompt 900 --budget 64 --chunk-size 16 --selector-option block_size=128",
     "tidekv --model tied --prompt 900 --budget 64 --chunk-size 900 --dtype float32",
     "tidekv --model wide --prompt 2000 --budget 800 --chunk-size 16 --cache kivi --selector recent",
-    "headinfer --model tied --prompt 1024 --budget 100 --chunk-size 512 --batch 2 --selector h2o",
+    *(
+        f"as-given --schedule head_offload {one}"
+        for one in (
+            "--model tied --prompt 1024 --budget 100 --batch 2 --selector h2o",
+            "--model narrow --prompt 1500 --budget 140 --chunk-size 16 --selector h2o",
+            "--model wide --prompt 2000 --budget 900 --chunk-size 16 --selector knorm",
+        )
+    ),
     "snapkv --model narrow --prompt 1500 --budget 300 --selector h2o",
-    "mst --model wide --prompt 3000 --selector h2o --schedule-option mlp_rows=100",
+    "as-given --model wide --prompt 3000 --selector h2o --schedule kv_offload",
+    *(
+        f"{one} --selector cake --selector-option window=4 --selector-option block_size=64"
+        for one in (
+            "tidekv --model narrow --prompt 1024 --budget 500 --chunk-size 16 --batch 2",
+            "chunked --model tied --prompt 2000 --budget 700 --chunk-size 16",
+            "as-given --schedule head_offload --model tied --prompt 2000 --chunk-size 16",
+            "published --model narrow --prompt 900 --budget 700 --chunk-size 16 --attention fa2",
+            "snapkv --model wide --prompt 900 --budget 100",
+        )
+    ),
     "published --model narrow --prompt 3000 --chunk-size 16 --selector h2o --attention fa2",
     "online --model tied --prompt 2000 --budget 1500 --chunk-size 16 --cache kivi --selector knorm",
     "online --model tied --prompt 900 --budget 900 --chunk-size 16 --cache kivi --selector recent",

@@ -7,6 +7,7 @@ hands out multiples of 512; nothing is fitted.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 from tidekv.formulas import layer_major, published, token_major, whole_prompt
 from tidekv.formulas.attention import kernel_of
@@ -28,4 +29,7 @@ SCHEDULES: Mapping[str, Callable[[Case], Iterator[Moment]]] = {
 
 def peak(case: Case) -> Moment:
     """The largest moment; of equal ones the first in time."""
-    return max(SCHEDULES[case.schedule](case), key=lambda moment: moment.total)
+    found = max(SCHEDULES[case.schedule](case), key=lambda moment: moment.total)
+    if case.sharing:
+        return replace(found, where=f"{found.where}, if all layers need equally many rows")
+    return found

@@ -69,8 +69,8 @@ def case_of(arguments: argparse.Namespace, card: Device) -> Case:
         raise UnknownFormula("there is no such prefill")
     if arguments.scoring != "blockwise":
         raise UnknownFormula("they know blockwise scoring")
-    if arguments.selector == "cake":
-        raise UnknownFormula("how many rows cake keeps of a layer depends on the prompt")
+    if arguments.selector == "cake" and arguments.cache != "full_precision":
+        raise UnknownFormula("they don't know what kivi takes of cake's rows")
     if arguments.attention == "flash_attention_2" and find_spec("flash_attn") is not None:
         raise UnknownFormula("the flash-attn package has kernels of its own")
     attention = arguments.attention

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from tidekv.formulas import layer
 from tidekv.formulas.moments import Case, Moment, at_head, beside, full, resident, temp, tensor
-from tidekv.formulas.selecting import finished, layer_end, observed, remembered
+from tidekv.formulas.selecting import ends, finished, layer_end, observed, remembered
 
 
 def moments(case: Case) -> Iterator[Moment]:
@@ -25,7 +25,9 @@ def moments(case: Case) -> Iterator[Moment]:
         held = (*always, hidden, *finished(case, before), *remembered(case, before))
         for rows, end in case.spans():
             yield from beside((*held, own), layer.step(case, rows, end), step)
-        yield from beside(held, layer_end(case, before, case.prompt, own), step)
+        for index in ends(case, before):
+            held = (*always, hidden, *finished(case, index), *remembered(case, index))
+            yield from beside(held, layer_end(case, index, case.prompt, own), f"layer {index}, ")
     step, held = f"layer {last}, ", (*always, *finished(case, last), *remembered(case, last))
     for rows, end in case.spans():
         yield from beside((*held, own, hidden), layer.project(case, rows, end), step)

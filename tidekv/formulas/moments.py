@@ -116,7 +116,7 @@ class Case:
         kernel: of attention, see :mod:`tidekv.formulas.attention`.
         batch: B.
         prompt: S.
-        kept: K of each layer, in order.
+        kept: K of each layer, in order; their mean where layers share rows.
         chunk: C.
         piece: p.
         window: W.
@@ -162,6 +162,24 @@ class Case:
     def ragged(self) -> bool:
         """Whether heads keep unequal numbers of rows."""
         return self.selector == "adakv"
+
+    @property
+    def sharing(self) -> bool:
+        """Whether layers share rows, and finished ones give some back to those that follow."""
+        return self.selector == "cake"
+
+    def after(self, layers: int) -> list[int]:
+        """Rows of each of the first ``layers`` once they have ended.
+
+        CAKE's share N·(K - W) beside their windows, as many as each layer needs, up to all rows of
+        the prompt: here equally many, the first ones one more.
+        """
+        if not self.sharing or not layers:
+            return list(self.kept[:layers])
+        most = self.prompt - self.window
+        total = self.shape.layers * (self.kept[0] - self.window)
+        each, more = divmod(min(total, layers * most), layers)
+        return [self.window + each + (number < more) for number in range(layers)]
 
     def spans(self) -> list[tuple[int, int]]:
         """Rows of each chunk, and rows up to its end."""

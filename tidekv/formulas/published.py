@@ -11,7 +11,7 @@ from tidekv.formulas import layer
 from tidekv.formulas.attention import flash, math, softmax
 from tidekv.formulas.moments import Case, Moment, Tensor, act, beside, full, resident, tensor
 from tidekv.formulas.scoring import observing, sums
-from tidekv.formulas.selecting import finished, layer_end, observed, remembered
+from tidekv.formulas.selecting import ends, finished, layer_end, observed, remembered
 
 #: Columns to whose multiple the memory-efficient kernel pads a mask.
 _ALIGNED = 8
@@ -20,19 +20,18 @@ _ALIGNED = 8
 def moments(case: Case) -> Iterator[Moment]:
     """Those of the last layer, which runs in full beside N-1 compact caches."""
     last, spans = case.shape.layers - 1, case.spans()
-    always = (
-        *resident(case),
-        *observed(case),
-        *finished(case, last),
-        *remembered(case, last),
-    )
+    always = (*resident(case), *observed(case))
+    caches = (*finished(case, last), *remembered(case, last))
     step = f"layer {last}, "
     for number, (rows, end) in enumerate(spans):
         others = _hidden(case, [*spans[:number], *spans[number + 1 :]])
-        held = (*always, *others, *_pieces(case, spans[:number]))
+        held = (*always, *caches, *others, *_pieces(case, spans[:number]))
         yield from beside(held, _chunk(case, rows, end), step)
-    held = (*always, *_hidden(case, spans), *_pieces(case, spans), *_newest(case, spans[-1][0]))
-    yield from beside(held, layer_end(case, last, case.prompt, full(case, case.prompt)), step)
+    own = full(case, case.prompt)
+    always += (*_hidden(case, spans), *_pieces(case, spans), *_newest(case, spans[-1][0]))
+    for index in ends(case, last):
+        held = (*always, *finished(case, index), *remembered(case, index))
+        yield from beside(held, layer_end(case, index, case.prompt, own), f"layer {index}, ")
 
 
 def _hidden(case: Case, spans: list[tuple[int, int]]) -> Iterator[Tensor]:

@@ -85,6 +85,18 @@ def _adakv(case: Case, present: int, _: int) -> Iterator[Moment]:
     return _snapkv(case, present, case.window + case.sinks)
 
 
+def _cake(case: Case, present: int, kept: int) -> Iterator[Moment]:
+    """As :func:`_snapkv`, with variance, mean and entropy of each key, the last in fp64 too."""
+    lines, prefix = case.batch * case.shape.kv_heads, present - case.window
+    held = (temp("scores, 4·B·Hkv·(S-W)", 4 * lines * prefix), temp("entropy, variance", 8, 2))
+    halo = temp("sums of neighbours, 8·B·Hkv·⌊kernel/2⌋", 8 * lines * (case.pooled // 2))
+    passes = _passes(
+        case, case.window, prefix, case.block, first=(), later=(halo,), found=(4, 4, 4, 8)
+    )
+    yield from beside(held, passes)
+    yield from beside(held, _best(lines, 0, prefix, kept - case.window))
+
+
 def _knorm(case: Case, present: int, kept: int) -> Iterator[Moment]:
     lines = case.batch * case.shape.kv_heads
     return beside((temp("norms, 4·B·Hkv·S", 4 * lines * present),), _best(lines, 0, present, kept))
@@ -124,11 +136,11 @@ def _nothing(case: Case, present: int, kept: int) -> Iterator[Moment]:
     return iter(())
 
 
-#: CAKE is missing: how many rows it keeps of a layer depends on the prompt.
 _SELECTORS: Mapping[str, Callable[[Case, int, int], Iterator[Moment]]] = {
     "snapkv": _snapkv,
     "pyramidkv": _snapkv,
     "adakv": _adakv,
+    "cake": _cake,
     "chunkkv": _chunkkv,
     "tova": _tova,
     "keydiff": _keydiff,
@@ -149,6 +161,7 @@ def _passes(
     first: tuple[Tensor, ...],
     later: tuple[Tensor, ...],
     each: Tensor | None = None,
+    found: tuple[int, ...] = (4,),
 ) -> Iterator[Moment]:
     """Both passes over the keys before a window: O(B·Hq·(W·b_s + W²) + B·Hkv·b_s·D), in fp32.
 
@@ -159,6 +172,7 @@ def _passes(
         first: held meanwhile, in the second pass during the first block only.
         later: held in the second pass during all others.
         each: what each block leaves.
+        found: bytes of the numbers that become of a key's weights.
     """
     heads = case.batch * case.shape.query_heads
     held = (
@@ -176,9 +190,9 @@ def _passes(
         if each is not None:
             around += (Tensor(each.component, each.what, each.bytes, number),)
         logits, *keys = _logits(case, window, spans[number])
-        sums = temp("sums over the window, 4·B·Hq·b_s", 4 * heads * spans[number])
+        sums = (temp("sums over the window, 4·B·Hq·b_s", n * heads * spans[number]) for n in found)
         yield Moment("scoring", (*around, logits, *keys))
-        yield Moment("scoring", (*around, logits, sums))
+        yield Moment("scoring", (*around, logits, *sums))
 
 
 def _logits(case: Case, window: int, rows: int) -> Iterator[Tensor]:

@@ -6,16 +6,29 @@ from tidekv.formulas import layer
 from tidekv.formulas.moments import Case, Moment, Tensor, beside, full, resident, tensor
 from tidekv.formulas.quantising import quantising
 from tidekv.formulas.scoring import sums
-from tidekv.formulas.selecting import layer_end, observed, rows_kept
+from tidekv.formulas.selecting import finished, layer_end, observed, remembered, rows_kept
 
 
 def chunked(case: Case) -> Iterator[Moment]:
-    """Every layer's K and V; at the end of the first one, when all others are full still, its
-    choice."""
-    own, others = full(case, case.prompt), full(case, case.prompt, case.shape.layers - 1)
-    held = (*resident(case), others, *_observed(case))
-    yield from _chunks(case, (*held, own))
-    yield from beside((*held, _hidden(case, 1)), layer_end(case, 0, case.prompt, own), "layer 0, ")
+    """Every layer's K and V; at a layer's end, when the next ones are full still, its choice."""
+    layers, own = case.shape.layers, full(case, case.prompt)
+    yield from _chunks(case, (*resident(case), full(case, case.prompt, layers), *_observed(case)))
+    for index in range(layers):
+        others = full(case, case.prompt, layers - 1 - index)
+        yield from beside(
+            (others, *_at_end(case, index)),
+            layer_end(case, index, case.prompt, own),
+            f"layer {index}, ",
+        )
+
+
+def _at_end(case: Case, index: int) -> Iterator[Tensor]:
+    """What is there at a layer's end whatever the layer itself has."""
+    yield from resident(case)
+    yield _hidden(case, 1)
+    yield from finished(case, index)
+    yield from remembered(case, index)
+    yield from _observed(case, case.shape.layers - index)
 
 
 def online(case: Case) -> Iterator[Moment]:
@@ -40,10 +53,10 @@ def online(case: Case) -> Iterator[Moment]:
 def head_offload(case: Case) -> Iterator[Moment]:
     """K and V on the host; on the device those of one KV head, whose attention is written into
     that of all heads. With a selector each layer visits at the end."""
-    held = (*resident(case), *_observed(case))
-    yield from _chunks(case, held)
-    end = layer_end(case, 0, case.prompt, full(case, case.prompt))
-    yield from beside((*held, _hidden(case, 1)), end, "layer 0, ")
+    yield from _chunks(case, (*resident(case), *_observed(case)))
+    for index in range(case.shape.layers):
+        end = layer_end(case, index, case.prompt, full(case, case.prompt))
+        yield from beside(_at_end(case, index), end, f"layer {index}, ")
 
 
 def _chunks(case: Case, held: tuple[Tensor, ...]) -> Iterator[Moment]:
@@ -52,11 +65,12 @@ def _chunks(case: Case, held: tuple[Tensor, ...]) -> Iterator[Moment]:
         yield from beside(states, layer.step(case, rows, end), f"chunk {number}, ")
 
 
-def _observed(case: Case) -> Iterator[Tensor]:
-    """What every layer holds for its end."""
+def _observed(case: Case, layers: int | None = None) -> Iterator[Tensor]:
+    """What every layer holds for its end, or so many."""
+    layers = case.shape.layers if layers is None else layers
     for one in observed(case):
-        yield Tensor(one.component, one.what, one.bytes, case.shape.layers)
-    yield from sums(case, case.shape.layers - 1)  # of the others
+        yield Tensor(one.component, one.what, one.bytes, layers)
+    yield from sums(case, layers - 1)  # of the others
 
 
 def _hidden(case: Case, rows: int) -> Tensor:

@@ -21,7 +21,7 @@ from tidekv.formulas.moments import (
     tensor,
 )
 from tidekv.formulas.scoring import observing, sums
-from tidekv.formulas.selecting import finished, layer_end, observed, remembered
+from tidekv.formulas.selecting import ends, finished, layer_end, observed, remembered
 
 
 def moments(case: Case) -> Iterator[Moment]:
@@ -47,7 +47,9 @@ def moments(case: Case) -> Iterator[Moment]:
     own = full(case, case.prompt)
     seen = (*observed(case), states, states, *weights)
     yield from beside((*before, *seen, own), _watched(case), step)
-    yield from beside((*before, *seen), layer_end(case, last, case.prompt, own), step)
+    for index in ends(case, last):
+        held = (*always, *seen, *finished(case, index), *remembered(case, index))
+        yield from beside(held, layer_end(case, index, case.prompt, own), f"layer {index}, ")
     after = (*always, *finished(case, s.layers), *remembered(case, s.layers), *weights, states)
     yield from beside(after, _mlp(case, states), step)
 

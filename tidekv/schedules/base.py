@@ -241,10 +241,7 @@ def _evict(
         with scopes.phase("score"):
             selection = choice.select(end)
         with scopes.phase("compress"):
-            for index, rows in choice.shrink():  # first, which makes room for what is copied
-                cache.layers[index].shrink(rows)
-                if task.keep_indices:
-                    kept[index] = Selection(kept[index].indices.gather(-1, rows))
+            _shrink(task, cache, choice, kept)  # first, which makes room for what is copied
             if selection.counts is None:
                 with scopes.component("KV_res/compact"):
                     keys, values = rows_of(end.keys, end.values, selection.indices)
@@ -257,6 +254,13 @@ def _evict(
     else:
         layer.store_flat(keys, values, selection.counts, prompt_tokens=seen, least=selection.least)
     return selection
+
+
+def _shrink(task: Task, cache: CompactCache, choice: Choice, kept: list[Selection]) -> None:
+    for index, rows in choice.shrink():
+        cache.layers[index].shrink(rows)
+        if task.keep_indices:
+            kept[index] = Selection(kept[index].indices.gather(-1, rows))
 
 
 def _flat(

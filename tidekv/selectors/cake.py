@@ -91,8 +91,10 @@ class CAKE(Selector):
         def indicator(weights: torch.Tensor) -> torch.Tensor:
             shifts, means = weights.var(3), weights.mean(3)
             variance.add_(shifts.sum(dtype=torch.float64))
-            # In place, the weights being of no further use.
-            entropy.add_(torch.special.entr(weights, out=weights).sum(dtype=torch.float64))
+            # In place, the weights being of no further use; of each key first, which stays in one
+            # block whatever those are, since fp64 means a copy.
+            torch.special.entr(weights, out=weights)
+            entropy.add_(weights.sum(3).sum(dtype=torch.float64))
             return means.add_(shifts, alpha=self.gamma)
 
         scores = key_scores(
