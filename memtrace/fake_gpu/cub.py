@@ -1,9 +1,13 @@
-"""What CUB asks for, which sorts for PyTorch: the temporary storage of its algorithms, in bytes.
+"""What CUB asks for, which sorts, scans and selects for PyTorch: the temporary storage of its
+algorithms, in bytes.
 
-Formulas are those of CCCL, ``cub/device/dispatch/dispatch_radix_sort.cuh``, with the tile sizes of
-``tuning/tuning_radix_sort.cuh`` for values of 8 bytes and offsets of 64 bits, as PyTorch calls it
-(``aten/src/ATen/cuda/cub.cu``). How many blocks a processor takes follows from its threads alone,
-as on the virtual GPU: how many registers a kernel needs is known to no host code.
+Formulas are those of CCCL 3.0. Sorts: ``cub/device/dispatch/dispatch_radix_sort.cuh``, with the
+tile sizes of ``tuning/tuning_radix_sort.cuh`` for values of 8 bytes and offsets of 64 bits, as
+PyTorch calls it (``aten/src/ATen/cuda/cub.cu``). Scans and selections: ``dispatch_scan.cuh`` and
+``dispatch_select_if.cuh`` beside it, with the state of their tiles
+(``agent/single_pass_scan_operators.cuh``); sums: ``dispatch_reduce.cuh``. How many blocks a
+processor takes follows from its threads alone, as on the virtual GPU: how many registers a kernel
+needs is known to no host code.
 """
 
 from memtrace.devices import Device
@@ -23,6 +27,13 @@ _TILE_80_KEYS = 384 * 10
 
 #: ``Policy800``: blocks for each that a processor holds, and places in the scan of their counts.
 _SUBSCRIPTION, _SCANNED = 5, 512 * 11
+
+#: ``Policy600`` of sums and scans.
+_REDUCE_THREADS, _REDUCE_ITEMS = 256, 16
+_SCAN_THREADS, _SCAN_ITEMS = 128, 15
+_WARP = 32
+#: Places of a tile of a selection; on compute capability 8.0; on 9.0.
+_SELECT, _SELECT_80, _SELECT_90 = 128 * 5, 384 * 6, 384 * 11
 
 
 def radix_sort_pairs(count: int, key: int, card: Device) -> int:
@@ -54,6 +65,39 @@ def _onesweep(count: int, tile: int, passes: int, copies: tuple[int, ...]) -> in
     rounds = passes * -(-count // portion)
     blocks = -(-min(count, portion) // tile)
     return _storage(8 * rounds * _DIGITS, 4 * blocks * _DIGITS, *copies, 4 * rounds)
+
+
+def scan(count: int, value: int, *, primitive: bool) -> int:
+    """To scan values of ``value`` bytes by an operator that CUB has no tuning for, as all of
+    PyTorch's are; ``primitive``: C++ has the type."""
+    items = max(1, min(_SCAN_ITEMS * 4 // value, 2 * _SCAN_ITEMS))
+    tiles = -(-count // (_SCAN_THREADS * items))
+    return _storage(_tile_states(tiles, value, primitive))
+
+
+def select(count: int, card: Device) -> int:
+    """To select among places of 8 bytes by flags; the tile sizes of ``tuning_select_if.cuh``."""
+    tile = _SELECT_90 if card.capability >= (9, 0) else _SELECT
+    if card.capability == (8, 0):
+        tile = _SELECT_80
+    return _storage(_tile_states(-(-count // tile), 4, True))
+
+
+def count_flags(count: int, card: Device) -> int:
+    """To add flags up to a number of 4 bytes."""
+    if count <= _REDUCE_THREADS * _REDUCE_ITEMS:
+        return 1
+    held = min(card.threads_per_processor // _REDUCE_THREADS, card.blocks_per_processor)
+    return _storage(4 * held * card.processors * _SUBSCRIPTION)
+
+
+def _tile_states(tiles: int, value: int, primitive: bool) -> int:
+    """``tile_state_allocation_size``: a status and a value of each tile in one word, or apart and
+    two values."""
+    states = tiles + _WARP
+    if primitive:
+        return _storage(2 * value * states)
+    return _storage(4 * states, value * states, value * states)
 
 
 def _storage(*parts: int) -> int:

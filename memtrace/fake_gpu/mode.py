@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from memtrace.fake_gpu import outcomes, tensors
 from memtrace.fake_gpu import scratch as models
+from memtrace.fake_gpu.programs import PROGRAMS
 from memtrace.virtual_gpu.values import Device
 from memtrace.virtual_gpu.values_rules import is_composite
 
@@ -28,9 +29,10 @@ _DENSE = torch.ops.aten.is_non_overlapping_and_dense.default._op
 _VIEWS = {"_unsafe_view", "_reshape_alias", "lift_fresh"}
 #: Programs of others that the dispatcher takes for one operator on each device, and that hold more
 #: on their way than they return.
-_PROGRAMS = {"_safe_softmax", "embedding"}
+_PROGRAMS = {"_euclidean_dist", "_safe_softmax", "embedding"}
 #: Bytes of a copy on the host up to which it is written.
 _HOST_ZEROS = 2 << 20
+_MASKS = (torch.bool, torch.uint8)
 
 #: (operator, arguments, named ones, the device of the call) → what it returns.
 Handler = Callable[[Any, Any, Any, torch.device], Any]
@@ -68,12 +70,10 @@ class FakeGpu(Device):
             if func in _PIN:
                 return args[0].clone()
             return func(*args, **kwargs)
-        if handler is _taken_apart or handler is _program:
-            # The former arrives whole under inference mode, the latter always.
+        if handler in _WHOLE:
             _push_mode(self)
             try:
-                key = _COMPOSITE if handler is _taken_apart else _EXPLICIT
-                return func._op_dk(key, *args, **kwargs)
+                return handler(func, args, kwargs, place)
             finally:
                 _pop_mode()
         return handler(func, args, kwargs, place)
@@ -81,7 +81,7 @@ class FakeGpu(Device):
     def _place(self, func: Any, args: Any, kwargs: Any) -> torch.device | None:
         """The device that a call has to do with; None: none that is ours."""
         first = args[0] if args else None
-        if isinstance(first, Tensor) and first.is_cuda and first.dim():
+        if isinstance(first, Tensor) and first.is_cuda and first.dim() and "device" not in kwargs:
             return first.device
         return outcomes.place_of(args, kwargs)
 
@@ -118,6 +118,8 @@ def _handler_of(func: Any) -> Handler:
         return special
     if name in _PROGRAMS:
         return _program
+    if _full_name(func) in PROGRAMS:
+        return _program_of_ours
     if torch.Tag.inplace_view in func.tags or name == "set_":
         return _regeometry
     written = [one for one in schema.arguments if one.alias_info and one.alias_info.is_write]
@@ -137,13 +139,26 @@ def _handler_of(func: Any) -> Handler:
 
 
 def _taken_apart(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
-    """Stands for an operator that is a program of others."""
-    raise AssertionError
+    """A program of other operators, which arrives whole under inference mode."""
+    return func._op_dk(_COMPOSITE, *args, **kwargs)
 
 
 def _program(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
-    """Stands for one that has its own gradient."""
-    raise AssertionError
+    """One that has its own gradient, and so arrives whole always."""
+    return func._op_dk(_EXPLICIT, *args, **kwargs)
+
+
+def _program_of_ours(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
+    return PROGRAMS[_full_name(func)](*args, **kwargs)
+
+
+#: Answered by calling other operators, which come back here.
+_WHOLE = (_taken_apart, _program, _program_of_ours)
+
+
+def _full_name(func: Any) -> str:
+    name: str = func.name().removeprefix("aten::")
+    return name
 
 
 def _view(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
@@ -244,22 +259,24 @@ def _copy(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
 
 def _staged(target: Tensor, source: Tensor, non_blocking: bool) -> None:
     """``copy_kernel_cuda`` (Copy.cu): between devices what lies in pieces goes through memory of
-    its own, on the side of the pieces, and what changes its type without being waited for through
-    memory of the card."""
+    its own, on the side of the pieces, and what changes its type through memory of the side that
+    converts: the host where it is waited for, else the card; between cards the target's."""
     alike = target.dtype == source.dtype and target.stride() == source.stride()
     if alike and all(map(_DENSE, (target, source))):
         return
-    held = []
-    converted = non_blocking and target.dtype != source.dtype
-    for one, other in ((target, source), (source, target)):
-        if one.is_cuda and converted and not other.is_cuda:
-            size = target.numel() * other.element_size()
-            held.append((outcomes.memory().hold(size, one.device), one.device))
-        elif one.is_cuda and not one.is_contiguous():
-            size = target.numel() * one.element_size()
-            held.append((outcomes.memory().hold(size, one.device), one.device))
+    by_source = source.is_cuda == bool(non_blocking)
+    passed = target.dtype if by_source else source.dtype
+    taken, held = outcomes.memory(), []
+    for one in (target, source):
+        if not one.is_cuda or (one.is_contiguous() and one.dtype == passed):
+            continue
+        converted = 0
+        if one is source and one.dtype != passed and not one.is_contiguous():
+            converted = taken.hold(one.numel() * passed.itemsize, one.device)
+        held.append((taken.hold(target.numel() * passed.itemsize, one.device), one.device))
+        taken.let_go(converted, one.device)
     for address, device in reversed(held):
-        outcomes.memory().let_go(address, device)
+        taken.let_go(address, device)
 
 
 def _read(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
@@ -273,9 +290,15 @@ def _read(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
 def _shaped(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
     """What returns as many elements as the values say: of zeros, as many as here."""
     tell(8)  # their number
-    outcomes.scratch(func, args, kwargs, place)
     out = func._op(*outcomes.zeros(args), **kwargs)
-    return outcomes.made_like(out, place)
+    return outcomes.made(func, args, kwargs, out, place)
+
+
+def _index(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
+    """``index``: masks alone make what it returns depend on values."""
+    if any(one is not None and one.dtype in _MASKS for one in args[1]):
+        return _shaped(func, args, kwargs, place)
+    return outcomes.returned(func, args, kwargs, place)
 
 
 def _repeat_interleave(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
@@ -283,8 +306,13 @@ def _repeat_interleave(func: Any, args: Any, kwargs: Any, place: torch.device) -
     size = kwargs.get("output_size")
     if size is None:
         return _shaped(func, args, kwargs, place)
-    outcomes.scratch(func, args, {}, place)
-    return outcomes.made_like(torch.empty(size, dtype=args[0].dtype, device="meta"), place)
+    out = torch.empty(size, dtype=args[0].dtype, device="meta")
+    return outcomes.made(func, args, {}, out, place)
+
+
+def _nothing_said(func: Any, args: Any, kwargs: Any, place: torch.device) -> None:
+    """Whether a decomposition failed is read, and zero is that it didn't."""
+    tell(args[0].numel() * args[0].element_size())
 
 
 def _same(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
@@ -294,6 +322,8 @@ def _same(func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
 _SPECIAL: dict[str, Handler] = {
     "_to_copy": _cast,
     "copy_": _copy,
+    "_linalg_check_errors": _nothing_said,
+    "index": _index,
     "repeat_interleave": _repeat_interleave,
     "resize_": _resize,
     "resize_as_": _resize,

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from memtrace.fake_gpu import scratch as models
 from memtrace.fake_gpu import streams, tensors
 from memtrace.fake_gpu.memory import FakeMemory
+from memtrace.fake_gpu.steps import GIVE_BACK, NOTHING, Scratch
 from memtrace.virtual_gpu import values_rules
 
 _META = torch.device("meta")
@@ -46,7 +47,7 @@ class Outcome:
 
     made: tuple[_Made | Plain, ...]
     kind: type | None
-    scratch: models.Scratch
+    scratch: Scratch
     alone: _Made | None = None
 
 
@@ -113,21 +114,30 @@ def _outcome(func: Any, args: Any, kwargs: Any, place: torch.device) -> Outcome 
     values, named = on_meta(args), dict(zip(kwargs, on_meta(kwargs.values()), strict=True))
     out = _call(func, values, named)
     given = {one.untyped_storage()._cdata for one in _tensors((values, list(named.values())))}
-    parts = out if isinstance(out, (list, tuple)) else (out,)
+    if any(one.untyped_storage()._cdata in given for one in _tensors((out,))):
+        return None
+    return _of(func, args, kwargs, out, place)
+
+
+def _of(func: Any, args: Any, kwargs: Any, out: Any, place: torch.device) -> Outcome:
+    """The outcome of a call that returns what has the geometry of ``out``."""
     made: list[_Made | Plain] = []
-    for part in parts:
-        if not isinstance(part, Tensor):
+    for part in out if isinstance(out, (list, tuple)) else (out,):
+        if isinstance(part, Tensor):
+            size = part.untyped_storage().nbytes()
+            made.append((part.shape, part.stride(), part.dtype, size))
+        else:
             made.append(Plain(part))
-            continue
-        storage = part.untyped_storage()
-        if storage._cdata in given:
-            return None
-        made.append((part.shape, part.stride(), part.dtype, storage.nbytes()))
     kind = type(out) if isinstance(out, (list, tuple)) else None
     scratch = models.of(func, args, kwargs, out, memory().card(place))
     first = made[0]
-    more = kind is not None or isinstance(first, Plain) or scratch != models.NOTHING
+    more = kind is not None or isinstance(first, Plain) or scratch != NOTHING
     return Outcome(tuple(made), kind, scratch, None if more else first)  # type: ignore[arg-type]
+
+
+def made(func: Any, args: Any, kwargs: Any, out: Any, place: torch.device) -> Any:
+    """Answer an operator whose result has the geometry of ``out``."""
+    return _make(_of(func, args, kwargs, out, place), place)
 
 
 def _make(outcome: Outcome, place: torch.device) -> Any:
@@ -136,7 +146,7 @@ def _make(outcome: Outcome, place: torch.device) -> Any:
     held: list[int] = []
     made: dict[int, Any] = {}
     for step in range(len(outcome.made)) if steps is None else steps:
-        if step is models.GIVE_BACK:
+        if step is GIVE_BACK:
             taken.let_go(held.pop(), place)
         elif step < 0:
             held.append(taken.hold(-step, place))
@@ -163,7 +173,7 @@ def scratch(func: Any, args: Any, kwargs: Any, place: torch.device) -> None:
     """Take what the kernel of an operator takes that returns nothing new."""
     if models.has(func):
         taken = models.of(func, args, kwargs, None, memory().card(place))
-        steps = tuple(step for step in taken.steps or () if step is models.GIVE_BACK or step < 0)
+        steps = tuple(step for step in taken.steps or () if step is GIVE_BACK or step < 0)
         _make(Outcome((), tuple, taken._replace(steps=steps)), place)
 
 
@@ -197,16 +207,6 @@ def _guessed(func: Any, args: Any, kwargs: Any) -> Any:
 
         out = func(*_map(list(args), fake), **{n: _map(one, fake) for n, one in kwargs.items()})
     return _map(out, _meta)
-
-
-def made_like(out: Any, place: torch.device) -> Any:
-    """New fake tensors with the geometry of others."""
-    return _map(
-        out,
-        lambda one: tensors.new(
-            one.shape, one.stride(), one.dtype, one.untyped_storage().nbytes(), place
-        ),
-    )
 
 
 def on_meta(values: Iterable[Any]) -> list[Any]:

@@ -39,6 +39,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         or torch.is_grad_enabled()
         or torch.is_autocast_enabled("cuda")
         or not input.is_contiguous()
+        or not weight.is_contiguous()
     ):
         return _plain(input, weight, bias)
     (*rows, size), dtype = input.shape, input.dtype

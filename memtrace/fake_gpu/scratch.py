@@ -4,96 +4,37 @@ Each model names the function of ATen that takes the memory. Sizes are in bytes.
 known to take some, and not how much, are counted when they are met: :func:`unmodelled`.
 """
 
-import math
-from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from memtrace.devices import Device
-from memtrace.fake_gpu import cub, reductions
+from memtrace.fake_gpu import places, reductions, sorting
+from memtrace.fake_gpu.steps import HALVES, NOTHING, Scratch, met
 
-#: A step of a :class:`Scratch`.
-GIVE_BACK = None
-
-
-class Scratch(NamedTuple):
-    """What the kernel of one call takes.
-
-    Attributes:
-        steps: what it allocates, in order: i ≥ 0 the tensor that it returns at place i, -n scratch
-            of n bytes, :data:`GIVE_BACK` the latest scratch goes; what is left of that goes at the
-            end. None: what it returns and nothing else.
-        product: whether it is a matrix product, which has a workspace of cuBLAS.
-    """
-
-    steps: tuple[int | None, ...] | None = None
-    product: bool = False
-
-
-#: Nothing but what it returns.
-NOTHING = Scratch()
 _PRODUCT = Scratch(product=True)
 
-_PRODUCTS = {
-    *("mm", "bmm", "mv", "dot", "vdot", "addmm", "addbmm", "baddbmm", "addmv", "_addmm_activation"),
-    *("_scaled_mm", "_grouped_mm", "_int_mm", "addmm_", "addmv_", "baddbmm_", "addbmm_"),
-}
+_PRODUCTS = {"dot", "vdot", "addbmm", "addbmm_", "_scaled_mm", "_grouped_mm", "_int_mm"}
 #: Take scratch memory whose size isn't known here, most of them by what CUB asks for.
 _UNMODELLED = {
-    *("kthvalue", "median", "mode", "multinomial", "nonzero", "nonzero_static", "unique"),
-    *("_unique2", "unique_dim", "unique_consecutive", "masked_select", "masked_scatter", "cumsum"),
-    *(
-        "cumprod",
-        "logcumsumexp",
-        "cummax",
-        "cummin",
-        "bincount",
-        "histc",
-        "searchsorted",
-        "randperm",
-    ),
-    *(
-        "index_put",
-        "index_put_",
-        "_index_put_impl_",
-        "repeat_interleave",
-        "embedding_dense_backward",
-    ),
+    *("kthvalue", "median", "mode", "cummax", "cummin", "bincount", "histc", "searchsorted"),
+    *("_unique2", "unique_dim", "unique_consecutive", "masked_scatter", "randperm"),
+    *("index_put", "index_put_", "_index_put_impl_", "embedding_dense_backward"),
     *("convolution", "convolution_backward", "_thnn_fused_lstm_cell", "_cudnn_rnn", "ctc_loss"),
+    *("_transformer_encoder_layer_fwd", "_native_multi_head_attention"),
     *("_flash_attention_backward", "_efficient_attention_backward", "native_layer_norm_backward"),
-    *("_scaled_dot_product_flash_attention_backward", "_cdist_forward", "_embedding_bag"),
+    *("_scaled_dot_product_flash_attention_backward", "_cdist_forward"),
     *("_scaled_dot_product_efficient_attention_backward", "native_batch_norm", "grid_sampler_2d"),
 }
-
-#: ``should_use_multiblock`` (TensorTopK.cu): up to so many slices, rows of at least so many.
-_MULTIBLOCK = (
-    (20, 20_000),
-    (40, 10_000),
-    (80, 8000),
-    (199, 5000),
-    (799, 3000),
-    (4000, 800),
-    (math.inf, 400),
-)
-#: Threads of a block of it, and registers of a processor.
-_BLOCK, _REGISTERS = 256, 65_536
-#: What CUB takes to scan the counts of up to so many blocks.
-_SCAN, _SCANNED_AT_ONCE = 1279, 9000
-
-#: The longest rows that :func:`_sort` sorts in place, and segments that are sorted at once.
-_SMALL_SORT, _FEW_SEGMENTS, _LARGE_SORT = 4096, 128, 1_000_000
-
-_HALVES = (torch.float16, torch.bfloat16)
-
-_met: Counter[str] = Counter()
+#: How the names of more of these begin: what cuSOLVER and cuFFT work in.
+_UNMODELLED_KINDS = ("linalg_", "_linalg_", "cholesky", "geqrf", "lu_", "ormqr", "_fft_")
 
 
 def has(func: Any) -> bool:
     """Whether an operator is known to take scratch memory."""
     name = _name(func)
-    return name in _MODELS or name in _PRODUCTS or name in _UNMODELLED
+    return name in _MODELS or name in _PRODUCTS or _is_unmodelled(name)
 
 
 def of(func: Any, args: Any, kwargs: Any, out: Any, card: Device | None) -> Scratch:
@@ -104,21 +45,46 @@ def of(func: Any, args: Any, kwargs: Any, out: Any, card: Device | None) -> Scra
     name = _name(func)
     if name in _PRODUCTS:
         return _PRODUCT
-    if name in _UNMODELLED:
-        _met[name] += 1
-        return NOTHING
-    model = _MODELS.get(name)
-    return NOTHING if model is None else model(args, kwargs, out, card)
+    if model := _MODELS.get(name):
+        return model(args, kwargs, out, card)
+    if _is_unmodelled(name):
+        met[name] += 1
+    return NOTHING
+
+
+def _is_unmodelled(name: str) -> bool:
+    return name in _UNMODELLED or (name.startswith(_UNMODELLED_KINDS) and name not in _MODELS)
 
 
 def unmodelled() -> list[str]:
     """The operators that were met whose scratch memory isn't known."""
-    return sorted(_met)
+    return sorted(met)
 
 
 def _name(func: Any) -> str:
     name: str = func._schema.name.partition("::")[2]
     return name
+
+
+def _product(args: Any, kwargs: Any, out: Any, card: Device) -> Scratch:
+    """``cublasCommonArgs`` and ``prepare_batch_matrix_for_cublas`` (Blas.cpp): matrices whose rows
+    or columns don't lie one after the other are copied, the second first, since cuBLAS computes the
+    transposed product."""
+    matrices = [one for one in args[-2:] if one.dim() > 1]
+    copies = [-one.numel() * one.element_size() for one in reversed(matrices) if _in_pieces(one)]
+    return Scratch((0, *copies), product=True) if copies else _PRODUCT
+
+
+def _in_pieces(matrix: torch.Tensor) -> bool:
+    *_, rows, columns = matrix.shape
+    *_, row, column = matrix.stride()
+    if matrix.dim() == 2 and torch.ops.aten.is_non_overlapping_and_dense(matrix):
+        return False
+    return not (
+        (row == 1 and column >= max(1, rows))
+        or (column == 1 and row >= max(1, columns))
+        or (matrix.is_contiguous() and row and column)
+    )
 
 
 def _flash(args: Any, kwargs: Any, out: Any, card: Device) -> Scratch:
@@ -162,75 +128,12 @@ def _efficient(args: Any, kwargs: Any, out: Any, card: Device) -> Scratch:
     return Scratch((2, 3, 0, 1))
 
 
-def _sort(args: Any, kwargs: Any, out: Any, card: Device) -> Scratch:
-    """``sort_stable_kernel`` (Sort.cpp) and ``launch_stable_sort_kernel`` (SortStable.cu)."""
-    values = args[0]
-    if not values.dim() or not values.numel():
-        return NOTHING
-    dim = kwargs.get("dim", next((one for one in args[1:] if type(one) is int), -1))
-    rows, count, size = values.shape[dim], values.numel(), values.element_size()
-    if rows <= _SMALL_SORT:
-        return Scratch((0, 1, -8 * rows))  # the places 0, 1, …
-    copies: tuple[int, ...] = ()
-    if values.stride(dim) != 1 or not torch.ops.aten.is_non_overlapping_and_dense(values):
-        copies = (-size * count,)
-        if out is None or out[0].stride(dim) != 1:
-            copies = (-size * count, -size * count, -8 * count)
-    return Scratch((0, 1, *copies, *_sort_steps(count, rows, size, card)))
-
-
-def _sort_steps(count: int, rows: int, size: int, card: Device) -> tuple[int | None, ...]:
-    """``launch_stable_sort_kernel``, of ``count`` values of ``size`` bytes in rows."""
-    segments = count // rows
-    if segments == 1 or rows >= _LARGE_SORT:
-        each = (-cub.radix_sort_pairs(rows, size, card), GIVE_BACK)
-        return (-8 * rows, *each * segments, GIVE_BACK)
-    if segments < _FEW_SEGMENTS:
-        # Place and segment of each value twice, and the sorted values; then by segment.
-        by_value = (-size * count, -cub.radix_sort_pairs(count, size, card), GIVE_BACK, GIVE_BACK)
-        by_segment = (-cub.radix_sort_keys(count, card), GIVE_BACK)
-        return (-8 * count, -8 * count, *by_value, *by_segment, GIVE_BACK, GIVE_BACK)
-    return (-8 * count, -cub.segmented_sort_pairs(count, size), GIVE_BACK, GIVE_BACK)
-
-
-def _topk(args: Any, kwargs: Any, out: Any, card: Device) -> Scratch:
-    """``topk_out_with_sort`` and ``launch_gather_topk_kernel`` (TensorTopK.cpp, TensorTopK.cu):
-    several blocks look through a long row together."""
-    values, k = args[:2]
-    if not values.dim() or not values.numel():
-        return NOTHING
-    given = dict(zip(("dim", "largest", "sorted"), args[2:], strict=False)) | kwargs
-    rows, size = values.shape[given.get("dim", -1)], values.element_size()
-    slices = values.numel() // rows
-    steps: list[int | None] = [0, 1]
-    if not values.is_contiguous():
-        steps.append(-size * values.numel())
-    if rows >= next(least for most, least in _MULTIBLOCK if slices <= most):
-        blocks = slices * -(-rows // (_BLOCK * _items_per_thread(values.numel(), card)))
-        if blocks > _SCANNED_AT_ONCE:
-            _met["topk"] += 1
-        # Each slice's answer so far, and how often each block met each digit.
-        digits = 2 * max(size, 4)
-        steps += (-size * slices, -8 * slices, -digits * slices, -512 * blocks, -1024 * slices)
-        steps += (-4 * blocks, -4 * blocks, *(-_SCAN, GIVE_BACK) * 2, *(GIVE_BACK,) * 7)
-    if k > _SMALL_SORT and given.get("sorted", True):
-        taken = slices * k
-        steps += (-8 * taken, -size * taken, *_sort_steps(taken, k, size, card), -8 * taken)
-    return Scratch(tuple(steps))
-
-
-def _items_per_thread(count: int, card: Device) -> int:
-    """``get_items_per_thread`` (TensorTopK.cu), of a kernel that takes 40 registers a thread."""
-    held = min(_REGISTERS // (40 * _BLOCK), card.blocks_per_processor)
-    return max(4, min(-(-count // (card.processors * held * _BLOCK)), 64))
-
-
 def _summed(args: Any, kwargs: Any, out: Any, card: Device) -> Scratch:
     """``gpu_reduce_kernel`` (Reduce.cuh) of sums, products and means; ``make_reduction``
     (ReduceOpsUtils.h) first converts what isn't of the result's type, but for 16 bits to 32."""
     values, result = args[0], kwargs["out"] if out is None else out
     size = result.element_size()
-    halves = values.dtype in _HALVES and result.dtype == torch.float32
+    halves = values.dtype in HALVES and result.dtype == torch.float32
     plain = halves or values.dtype == result.dtype
     found = _reduction(args, kwargs, card, max(size, 4))
     if plain or not values.numel():
@@ -274,13 +177,39 @@ def _reduction(
     if not values.dim() or not values.numel():
         return NOTHING
     if values.numel() * values.element_size() >= 1 << 31:  # in parts that 32 bits count
-        _met["reductions of 2 GiB and more"] += 1
+        met["reductions of 2 GiB and more"] += 1
         return NOTHING
     reduced = {dim % values.dim() for dim in dims}
     taken = reductions.scratch(values, reduced, partial, vector, card)
     if taken is None:
         return NOTHING
     return Scratch((*range(outputs), -taken[0], -taken[1]))
+
+
+def _dropout(args: Any, kwargs: Any, out: Any, card: Device) -> Scratch:
+    """``dropout_cuda`` (Dropout.cu): the mask comes first."""
+    return Scratch((1, 0))
+
+
+def _group_norm(args: Any, kwargs: Any, out: Any, card: Device) -> Scratch:
+    """``GroupNormKernelImplInternal`` (group_norm_kernel.cu): factor and term of each channel."""
+    values, weight, bias, batch, channels, positions = args[:6]
+    if positions == 1 or (weight is None and bias is None) or not values.numel():
+        return NOTHING
+    if values.dtype in HALVES:  # it takes some more
+        met["native_group_norm"] += 1
+    each = -batch * channels * max(values.element_size(), 4)
+    return Scratch((0, 1, 2, each, each))
+
+
+def _bag(args: Any, kwargs: Any, out: Any, card: Device) -> Scratch:
+    """``_embedding_bag_cuda`` (EmbeddingBag.cu): sizes and numbers of the bags come first."""
+    return Scratch((2, 1, 0, 3))
+
+
+def _min_and_max(args: Any, kwargs: Any, out: Any, card: Device) -> Scratch:
+    """The same of both extremes at once."""
+    return _reduction(args, kwargs, card, 2 * args[0].element_size(), outputs=2)
 
 
 def _pow(args: Any, kwargs: Any, out: Any, card: Device) -> Scratch:
@@ -298,13 +227,26 @@ _MODELS: dict[str, Model] = {
     "any": _decided,
     "argmax": _placed,
     "argmin": _placed,
-    "linalg_vector_norm": _norm,
     "norm": _norm,
+    "_embedding_bag": _bag,
+    "_embedding_bag_forward_only": _bag,
+    "aminmax": _min_and_max,
+    "index": places.index,
+    "linalg_vector_norm": _norm,
+    **dict.fromkeys(("cumprod", "cumsum", "logcumsumexp"), places.cumulated),
+    "masked_select": places.masked_select,
+    "nonzero": places.nonzero,
+    "repeat_interleave": places.repeat_interleave,
+    "nonzero_static": places.nonzero_static,
+    "native_dropout": _dropout,
+    "native_group_norm": _group_norm,
     "pow": _pow,
-    "sort": _sort,
+    "sort": sorting.sort,
     "std": _spread,
     "var": _spread,
     **dict.fromkeys(("amax", "amin", "max", "min"), _extreme),
+    **dict.fromkeys(("mm", "bmm", "mv", "addmm", "baddbmm", "addmv"), _product),
+    **dict.fromkeys(("addmm_", "addmv_", "baddbmm_", "_addmm_activation"), _product),
     **dict.fromkeys(("mean", "nansum", "prod", "sum"), _summed),
-    "topk": _topk,
+    "topk": sorting.topk,
 }
