@@ -28,7 +28,7 @@ for number in range(40):
                     kept.append(hidden[:256].clone())  # one chunk
             if kind == "cache":
                 with scopes.component("KV_res/compact"):
-                    kept.append([torch.zeros(64, 64) for _ in range(4)])
+                    kept.append(list(map(torch.zeros, [64] * 4, [64] * 4)))
             with scopes.component("Act"):
                 out = model(hidden)
             del hidden, out
@@ -45,7 +45,7 @@ def memtrace(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
     [
         ("none", 0, None, None),
         ("hidden", 3, "Hidden", "leaking.py:14:<module>"),
-        ("cache", 3, "KV_res/compact", "leaking.py:17:<listcomp>"),
+        ("cache", 3, "KV_res/compact", "leaking.py:17:<module>"),
     ],
 )
 def test_a_planted_leak_of_64_kib_is_found_within_40_requests_and_named(

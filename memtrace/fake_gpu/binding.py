@@ -179,10 +179,11 @@ def _memory(memory: FakeMemory) -> dict[str, Callable[..., Any]]:
 def _install_guard() -> None:
     """Have PyTorch's C++ switch between the devices of ``cuda`` by doing nothing.
 
-    A build for CUDA without a card brings a guard for that. In one for the CPU there is none, and
-    indexing would fail; there the guard of meta tensors, which does nothing either, serves.
+    A build for CUDA without a card brings a guard for that. In one for the CPU, and in torch 2.8,
+    there is none, and indexing would fail; there the guard of meta tensors, which does nothing
+    either, serves.
     """
-    if torch.version.cuda is not None:
+    if torch.version.cuda is not None and hasattr(torch._C, "_ensureCUDADeviceGuardSet"):
         torch._C._ensureCUDADeviceGuardSet()
         return
     folder = Path(torch.__file__).parent / "lib"

@@ -7,6 +7,7 @@ something fake was written into counts as fake from then on.
 """
 
 import functools
+import importlib
 import weakref
 from collections.abc import Iterator
 from itertools import count
@@ -93,7 +94,12 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def install() -> None:
-    """Count reads, and have PyTorch's own of memory, which no dispatch mode sees, find zeros."""
+    """Count reads, and have PyTorch's own of memory, which no dispatch mode sees, find zeros.
+
+    PyTorch's rules for shapes import ``torch._dynamo``, which calls operators itself while it is
+    imported (as of torch 2.8): answered by then, these would need it whole.
+    """
+    importlib.import_module("torch._dynamo")
     mode.tell = lambda size: values.count_read("item")
     for name in ("tolist", "numpy", "__array__"):
         setattr(Tensor, name, _of_zeros(getattr(Tensor, name)))
