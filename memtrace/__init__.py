@@ -4,10 +4,10 @@ PYTEST_DONT_REWRITE: a recorded pytest has imported this package before its plug
 would warn that it can't rewrite our asserts.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # typing.TYPE_CHECKING, without importing typing
 if TYPE_CHECKING:
+    from typing import Any
+
     from memtrace.dryrun import dry_run
     from memtrace.record.here import record_here
 
@@ -17,8 +17,10 @@ __version__ = "0.1.0"
 _HOMES = {"dry_run": "dryrun", "record_here": "record.here"}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     """Import on first use: a script that says its scopes must not wait for the recorder."""
+    from importlib import import_module
+
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"memtrace.{_HOMES[name]}"), name)
