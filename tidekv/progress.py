@@ -20,7 +20,10 @@ def progress_bar(description: str, total: int) -> Iterator[Callable[[], None]]:
         yield _lines(description, total)
         return
     console = Console(file=sys.stderr)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    if not console.is_terminal:  # where older versions of rich end a bar by an empty line
+        yield lambda: None
+        return
+    with Progress(console=console, transient=True) as progress:
         task = progress.add_task(description, total=total)
         yield lambda: progress.advance(task)
 
