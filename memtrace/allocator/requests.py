@@ -10,6 +10,7 @@ from memtrace.allocator.history import BEFORE
 from memtrace.allocator.ops import Op, Ops
 from memtrace.allocator.settings import (
     NEWEST,
+    OLDEST,
     SMALL_SEGMENT,
     UNLIMITED,
     Settings,
@@ -257,3 +258,8 @@ def version_of(process: ProcessTrace) -> Version | None:
         return parse_version(process.manifest.get("torch") or "")
     except MemtraceError:
         return None
+
+
+def pools_are_named(process: ProcessTrace) -> bool:
+    """Whether a process's history names the pool of each block, as from torch 2.13 on."""
+    return (version_of(process) or OLDEST) >= (2, 13)

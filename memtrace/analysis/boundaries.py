@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from memtrace.allocator.requests import pools_are_named
 from memtrace.analysis.accounts import Account, accounts
 from memtrace.analysis.fragmentation import Fragmentation, fragmentation
 from memtrace.analysis.process import ProcessMemory, process_memory
@@ -278,7 +279,8 @@ def differences(
 ) -> tuple[int, list[Difference]]:
     """Compare snapshots, those of all boundaries if none are given, with the state rebuilt from
     the events, segment by segment and block by block: addresses, bytes, requested bytes, states,
-    streams, pools and components (which a run with other rules has from its events alone).
+    streams, pools (where the history names them) and components (which a run with other rules has
+    from its events alone).
 
     Returns:
         How many boundaries could be compared, and the first difference of each that has one.
@@ -310,6 +312,8 @@ def differences(
                 one.process.blocks, boundary.snapshot, "requested", "state", "component"
             ),
         }
+        if not pools_are_named(one.process):
+            theirs["segment"] = [(*row[:3], None, row[4]) for row in theirs["segment"]]
         if not any(row[-1] for row in theirs["block"]):
             mine["block"] = [(*row[:-1], None) for row in mine["block"]]
         for kind, rows in mine.items():

@@ -20,8 +20,8 @@ from enum import StrEnum
 
 import numpy as np
 
-from memtrace.allocator.requests import version_of
-from memtrace.allocator.settings import OLDEST, SMALL_LIMIT, Settings, Version
+from memtrace.allocator.requests import pools_are_named
+from memtrace.allocator.settings import SMALL_LIMIT, Settings
 from memtrace.analysis.accounts import Account
 from memtrace.analysis.fragmentation import Owner, Parts, parts
 from memtrace.analysis.places import Place, place
@@ -29,8 +29,6 @@ from memtrace.analysis.segments import Layout
 from memtrace.sizes import format_size
 from memtrace.trace.schema import Action, State
 
-#: The first version whose history names the pool of a block.
-POOLS_ARE_NAMED: Version = (2, 13)
 #: What the allocator does between looking for a block and giving up, beside taking back blocks.
 _ON_THE_WAY = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP, Action.SEGMENT_MAP, Action.RETRY)
 
@@ -221,7 +219,7 @@ def _of_fit(account: Account, request: Request, layout: Layout) -> tuple[Kind, b
     # Had it been free when the allocator looked, it would have been taken.
     freed, waited = _freed_before(account, request.event)
     runs = _fitting(layout, request, State.FREE)
-    named = (version_of(account.process) or OLDEST) >= POOLS_ARE_NAMED
+    named = pools_are_named(account.process)
     if any(start <= address < start + size for address in freed for start, size in runs):
         return Kind.PENDING, waited or named
     return (Kind.UNEXPLAINED, True) if named else (Kind.PRIVATE, False)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.virtual_gpu.running import SCRIPTS
 from tests.virtual_gpu.test_programs import record, run
+from tests.virtual_gpu.vectors import TORCH
 
 VERDICTS = {
     "fragmented": "fragmented",
@@ -30,7 +31,9 @@ def test_each_way_to_run_out_of_memory(cache: Path, tmp_path: Path, way: str) ->
     assert done.returncode == 1
     found = json.loads(run("explain", "run", "--json", cwd=tmp_path).stdout)
     assert found["verdict"] == VERDICTS[way]
-    assert found["sure"] and found["help"]
+    # A free block that nobody took may have been in a private pool, where those have no names.
+    assert found["sure"] == (way != "pending" or TORCH >= (2, 13))
+    assert found["help"]
     (tmp_path / "log.txt").write_text(done.stderr)
     told = json.loads(run("explain", "log.txt", "--json", cwd=tmp_path).stdout)
     (message,) = told["messages"]
