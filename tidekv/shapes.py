@@ -2,8 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
 from typing import Any
 
+from memtrace.allocator.settings import parse_version
 from tidekv.errors import LoadError
 
 _ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -77,8 +80,21 @@ class Shape:
         return [self.element * one for one in numbers]
 
     def rotary(self) -> list[int]:
-        """Bytes of the two buffers of the rotary embedding, D/2 numbers in fp32."""
-        return [2 * self.head] * 2
+        """Bytes of each buffer of the rotary embedding, D/2 numbers in fp32."""
+        return [2 * self.head] * _rotary_buffers()
+
+
+@lru_cache(maxsize=1)
+def _rotary_buffers() -> int:
+    """From transformers 5 on it keeps the frequencies twice."""
+    return 2 if int(version("transformers").partition(".")[0]) >= 5 else 1
+
+
+@lru_cache(maxsize=1)
+def groups_efficiently() -> bool:
+    """Whether ``scaled_dot_product_attention`` has its memory-efficient kernel take fewer heads of
+    keys than of queries, as from torch 2.14 on; before, it takes plain operators."""
+    return parse_version(version("torch")) >= (2, 14)
 
 
 def shape_of(config: Mapping[str, Any], dtype: str | None = None) -> Shape | None:

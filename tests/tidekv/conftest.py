@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tidekv.errors import LoadError
 from tidekv.loading import encode, load_model, smollm2_folder
 
+#: Whether transformers checks configurations, and runs models on meta tensors.
+TRANSFORMERS_5 = int(transformers.__version__.partition(".")[0]) >= 5
 DEMO_PROMPT = Path(__file__).parents[2] / "traces" / "demo-prompt.txt"
 
 

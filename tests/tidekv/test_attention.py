@@ -8,9 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tidekv
+from tests.tidekv.conftest import make_tiny
 from tidekv import attention
 from tidekv.attention import decide
 from tidekv.errors import InfeasibleError
+from tidekv.schedules import whole_prompt
 
 
 def tensors(
@@ -146,3 +149,15 @@ def test_one_function_says_what_was_taken():
 def test_what_cannot_be_served_is_refused(settings, message):
     with pytest.raises(InfeasibleError, match=message):
         on(**settings)
+
+
+def test_before_torch_2_14_the_stock_code_has_no_memory_efficient_kernel_for_grouped_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(whole_prompt, "groups_efficiently", lambda: False)
+    model = make_tiny("llama").to("meta")
+    ids = torch.zeros(1, 8, dtype=torch.int64, device="meta")
+    with pytest.raises(InfeasibleError, match="no fewer KV heads"):
+        tidekv.prefill(
+            model, ids, schedule="whole_prompt", attention="sdpa_efficient", selector=None
+        )

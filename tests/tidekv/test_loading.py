@@ -13,7 +13,7 @@ from huggingface_hub.utils import logging as hub
 from transformers import AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from tests.tidekv.conftest import make_tiny
+from tests.tidekv.conftest import TRANSFORMERS_5, make_tiny
 from tidekv import loading
 from tidekv.errors import InfeasibleError, LoadError
 from tidekv.loading import PRESETS, load_model, smollm2_folder
@@ -143,7 +143,7 @@ def test_damaged_folder(tmp_path):
 
 def test_a_folder_without_a_tokenizer_is_refused_with_all_that_was_tried(tmp_path):
     make_tiny("llama").config.save_pretrained(tmp_path)
-    with pytest.raises(LoadError, match=r"could not be loaded: .*from one of: \(1\)"):
+    with pytest.raises(LoadError, match=r"could not be loaded: .*(\(1\) a|converters)"):
         load_model(str(tmp_path))
 
 
@@ -204,7 +204,11 @@ def test_empty_weights_of_a_folder_need_its_configuration_only(tmp_path):
         ({"dtype": None}, "names no dtype"),
         ({"model_type": "t5"}, "no causal language model"),
         ({"model_type": "nothing-like-it"}, "can't be read"),
-        ({"num_attention_heads": 3, "head_dim": None}, "not a multiple of the number of attention"),
+        pytest.param(
+            {"num_attention_heads": 3, "head_dim": None},
+            "not a multiple of the number of attention",
+            marks=pytest.mark.skipif(not TRANSFORMERS_5, reason="transformers 4 checks no sizes"),
+        ),
         ({"num_hidden_layers": 0}, "has 0 for num_hidden_layers"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tidekv
-from tests.tidekv.conftest import make_tiny
+from tests.tidekv.conftest import TRANSFORMERS_5, make_tiny
 from tests.tidekv.live_bytes import LiveBytes
 from tidekv.errors import InfeasibleError
 from tidekv.schedules import LayerMajorPublished
@@ -40,6 +40,7 @@ def test_it_keeps_what_layer_major_keeps(tiny, prompt, family, attention, select
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.skipif(not TRANSFORMERS_5, reason="transformers 4 rotates nothing on meta tensors")
 @pytest.mark.parametrize("chunk", [64, 512])
 def test_the_peak_is_in_the_last_mlp_beside_three_versions_of_k_and_v(chunk: int) -> None:
     """The formula that fits each published figure: docs/tables.md, with b = 2."""

@@ -12,13 +12,15 @@ from tidekv.errors import TidekvError
 from tidekv.formulas.attention import kernel_of
 from tidekv.formulas.moments import Case, Quantised
 from tidekv.loading import config_of
-from tidekv.shapes import FAMILIES, shape_of
+from tidekv.shapes import FAMILIES, groups_efficiently, shape_of
 
 
 class UnknownFormula(Exception):
     """Why there are no formulas for what was asked, in a clause."""
 
 
+#: Schedules that call transformers' own attention without a mask, for which it expands no heads.
+_MASKLESS = ("whole_prompt", "kv_offload")
 _SNAPKV = {"window": 32, "block_size": 2048, "kernel_size": 7, "sinks": 4}
 #: Parameters that may be 0; all others are sizes.
 _ZERO = frozenset({"sinks", "safeguard"})
@@ -79,6 +81,11 @@ def case_of(arguments: argparse.Namespace, card: Device) -> Case:
     kernel = kernel_of(attention, shape)
     if kernel is None:
         raise UnknownFormula(f"they don't know what {arguments.attention} takes for this model")
+    grouped = shape.kv_heads < shape.query_heads and arguments.schedule in _MASKLESS
+    if kernel == "efficient" and grouped and not groups_efficiently():
+        if attention == "sdpa_efficient":
+            raise UnknownFormula("there is no such prefill")
+        kernel = "math"
     schedule, selector = _given(arguments, "schedule"), _given(arguments, "selector")
     cache = _given(arguments, "cache")
     prompt = arguments.prompt

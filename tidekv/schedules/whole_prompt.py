@@ -19,9 +19,10 @@ from tidekv.attention import pinned, transformers_name
 from tidekv.caches import CompactCache
 from tidekv.compat import cache_argument
 from tidekv.errors import InfeasibleError
-from tidekv.models import Span
+from tidekv.models import Span, StockDecoder
 from tidekv.schedules.base import Filled, Observer, Schedule, Task, end_layer
 from tidekv.selectors.base import Selection
+from tidekv.shapes import groups_efficiently
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class WholePrompt(Schedule):
         cache = task.cache
         kept: list[Selection] = []
         with ExitStack() as stack:
-            stack.enter_context(_attention(model, task.backend.name))
+            stack.enter_context(_attention(task.decoder, task.backend.name))
             for handle in (*_tag_components(task), *_compress_layers(task, cache, kept)):
                 stack.callback(handle.remove)
             if self.mlp_rows is not None:
@@ -66,8 +67,15 @@ class WholePrompt(Schedule):
 
 
 @contextmanager
-def _attention(model: Any, attention: str) -> Iterator[None]:
+def _attention(decoder: StockDecoder, attention: str) -> Iterator[None]:
     """Run the model's own attention code with this backend."""
+    model = decoder.model
+    grouped = decoder.kv_heads < decoder.query_heads
+    if attention == "sdpa_efficient" and grouped and not groups_efficiently():
+        raise InfeasibleError(
+            "PyTorch's memory-efficient attention takes no fewer KV heads than query heads before "
+            "torch 2.14; use attention='sdpa', or another schedule."
+        )
     before = model.config._attn_implementation
     name = transformers_name(attention)
     try:
