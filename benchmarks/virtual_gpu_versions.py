@@ -13,8 +13,8 @@ import tempfile
 import venv
 from pathlib import Path
 
-#: 2.9.1 is built for CUDA 12, whose structures differ; the others are for CUDA 13.
-VERSIONS = ("2.9.1", "2.11.0", "2.13.0", "2.14.1", "2.15.0")
+#: 2.8.0 is built for CUDA 12, whose structures differ; the others are for CUDA 13.
+VERSIONS = ("2.8.0", "2.11.0", "2.13.0", "2.14.1", "2.15.0")
 #: What memtrace itself and its tests need, besides torch.
 OTHERS = (
     "filelock",

@@ -25,7 +25,7 @@ parser.add_argument("--ring", type=int)
 parser.add_argument("--stacks", type=int, default=0)
 args = parser.parse_args()
 for name in args.without:
-    delattr(torch._C, name)
+    vars(torch._C).pop(name, None)  # which an older PyTorch never had
 
 from memtrace.record import cuda  # noqa: E402
 from memtrace.record.here import record_here  # noqa: E402
