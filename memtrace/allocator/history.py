@@ -332,4 +332,4 @@ class History:
 
 
 def _rows(flat: list[int]) -> np.ndarray:
-    return np.array(flat, dtype=np.int64).reshape(-1, FIELDS)
+    return np.fromiter(flat, np.int64, len(flat)).reshape(-1, FIELDS)
