@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.virtual_gpu.running import results
+from tests.virtual_gpu.vectors import TORCH
 
 BACKENDS = {
     "native": "",
@@ -37,7 +38,8 @@ def test_the_budget_is_what_pytorch_reserves(ran: Mapping[str, Any]) -> None:
 
 
 def test_cublas_gets_its_workspace(ran: Mapping[str, Any]) -> None:
-    assert ran["first_product"] == 8_519_680
+    kept = TORCH < (2, 15)  # from then on it is given back after the product
+    assert ran["first_product"] == (8_519_680 if kept else 0)
 
 
 @pytest.mark.parametrize("kernel", ["flash", "efficient", "math"])
