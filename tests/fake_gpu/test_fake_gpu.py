@@ -12,6 +12,7 @@ from memtrace.analysis.summary import summarise
 from memtrace.errors import MemtraceError
 from memtrace.trace.reader import Trace
 from tests.virtual_gpu.conftest import obstacle
+from tests.virtual_gpu.vectors import TORCH
 
 PROGRAM = """
 import json, torch
@@ -231,6 +232,8 @@ def test_both_engines_allocate_the_same_bytes(folder: Path) -> None:
         process = trace.processes[0]
         mine = process.contexts_on("cuda:0")[process.events["context"]]
         sizes[engine] = Counter(process.events["requested"][mine].tolist())
+        if TORCH < (2, 14):  # whose CUB takes other tables of some KiB
+            sizes[engine] = Counter({n: count for n, count in sizes[engine].items() if n > 4096})
     assert sizes["fake"] == sizes["virtual"]
 
 

@@ -14,6 +14,7 @@ from memtrace.analysis.recorded import replayable, setup_of
 from memtrace.trace.reader import open_trace
 from tests.virtual_gpu.running import REAL, run_on
 from tests.virtual_gpu.test_programs import run
+from tests.virtual_gpu.vectors import TORCH
 
 pytestmark = pytest.mark.skipif(REAL, reason="the programs fill a card of a known size")
 
@@ -43,6 +44,8 @@ PROGRAMS = [
 def test_random_programs_replay_event_by_event(
     cache: Path, tmp_path: Path, seed: int, conf: str, fraction: str
 ) -> None:
+    if seed % 2 and TORCH < (2, 13):
+        pytest.skip("the program uses private pools, which this PyTorch's history doesn't name")
     run = tmp_path / "run"
     arguments = [seed, run, *filter(None, [fraction])]
     done = run_on("a100-40g", "random_program.py", *arguments, PYTORCH_CUDA_ALLOC_CONF=conf)
