@@ -16,6 +16,7 @@ from memtrace import dry_run
 from memtrace.analysis.summary import summarise
 from memtrace.trace.reader import open_trace
 from tests.virtual_gpu.running import described
+from tests.virtual_gpu.vectors import TORCH
 from tidekv.plans import searches
 from tidekv.plans.capacity import Probe
 from tidekv.plans.cards import candidates
@@ -75,7 +76,8 @@ def test_every_term_is_as_its_formula_says_or_the_tensor_is_named(
             assert bool(one["note"]) == (large and one["name"] not in ("M_live", "allocated"))
     for name in ("model", "Hidden", "other"):
         assert terms[name]["difference"] == 0
-    assert abs(terms["allocated"]["difference"]) <= 8 << 20
+    workspace = 8_519_680 if TORCH >= (2, 15) else 0  # there for products only from then on
+    assert -workspace <= terms["allocated"]["difference"] + (8 << 20) <= 16 << 20
     for name in ("external", "process"):
         assert terms[name]["planned"] is None
 

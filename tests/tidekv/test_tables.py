@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from memtrace.devices import catalogue
+from tests.virtual_gpu.vectors import TORCH
 from tidekv.shapes import groups_efficiently
 from tidekv.tables import memory
 from tidekv.tables.measuring import Measured
@@ -20,8 +21,9 @@ ON_CARD = pytest.mark.skipif(
     (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="no virtual GPU here"
 )
 AT = Setting(65536, "rtx-4090-24g")
-#: By the formula of docs/tables.md: weights, workspace of cuBLAS, cache, and so much a token.
-SNAPKV_8K = 2 * 8_030_261_248 + 8_519_680 + GIB // 2 + 8192 * 119_312
+#: By the formula of docs/tables.md: weights, workspace of cuBLAS (from torch 2.15 on for products
+#: only), cache, and so much a token.
+SNAPKV_8K = 2 * 8_030_261_248 + (8_519_680 if TORCH < (2, 15) else 0) + GIB // 2 + 8192 * 119_312
 ROWS = [row for table in memory.tables() for row in table.rows]
 
 
