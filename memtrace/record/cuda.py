@@ -26,6 +26,7 @@ from memtrace.allocator.history import BEFORE, MISSED, History
 from memtrace.allocator.layout import Layout
 from memtrace.allocator.metadata import Names, retag_text
 from memtrace.allocator.settings import Settings
+from memtrace.record.interrupts import uninterrupted
 from memtrace.record.ledger import Frame, Ledger
 from memtrace.record.tensors import HIDDEN, TensorSource
 from memtrace.record.timed import TimedTexts
@@ -254,7 +255,7 @@ class CudaSource:
         """
         if not self._alone():
             return None
-        with self._draining, _undisturbed():
+        with self._draining, uninterrupted(), _undisturbed():
             return self._drain()
 
     def over(self, scope: int) -> None:
@@ -269,7 +270,7 @@ class CudaSource:
 
     def drain(self) -> None:
         """Move the history into the trace, and sample what the allocator counts itself."""
-        with self._draining, _undisturbed():
+        with self._draining, uninterrupted(), _undisturbed():
             self._drain()  # what it returns is gone before anyone looks for garbage in it
 
     def _alone(self) -> bool:

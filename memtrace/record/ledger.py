@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from memtrace.record.interned import Interned
+from memtrace.record.interrupts import uninterrupted
 from memtrace.trace.schema import TABLES, Action
 from memtrace.trace.writer import TableWriter
 
@@ -315,7 +316,7 @@ class Ledger:
 
     def append(self, rows: np.ndarray) -> None:
         """Write events of another book-keeper, (n, 5): time_us, id, bytes, requested, context."""
-        with self._flush_lock:
+        with self._flush_lock, uninterrupted():
             self.flush()  # so that the numbers of earlier events stand
             self._keep(len(rows), lambda: self._write_events(*rows.T))
 
@@ -325,7 +326,7 @@ class Ledger:
 
     def flush(self) -> None:
         """Write what is buffered. A failure (full disk) is kept in ``failure``, never raised."""
-        with self._flush_lock:
+        with self._flush_lock, uninterrupted():  # what was taken out would be lost
             # Events first: every row that they name is then already interned.
             taken = self._events[:]
             del self._events[: len(taken)]

@@ -23,6 +23,7 @@ from memtrace.record.boundaries import Boundaries
 from memtrace.record.cuda import CudaSource, unsupported
 from memtrace.record.enter import enter_run
 from memtrace.record.following import follow
+from memtrace.record.interrupts import uninterruptible
 from memtrace.record.ledger import Frame, Ledger
 from memtrace.record.modules import Rules
 from memtrace.record.process import high_water, resident
@@ -153,7 +154,7 @@ class Session:
             self._rules.install()
         scopes.attach(self)
         follow(Session.active)
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
         self._start_writer()
         if self._source == "auto":
             torch.cuda._lazy_call(self._start_cuda)
@@ -179,9 +180,13 @@ class Session:
         with suppress(OSError):  # then the manifest still says "recording", as for a killed process
             self._write_manifest("ended")
 
+    def _close_at_exit(self) -> None:
+        with uninterruptible():
+            self.close()
+
     def _detach(self) -> None:
         """Take everything out of PyTorch and the interpreter that can be taken out."""
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         scopes.attach(None)
         self._rules.remove()
         Within.announce = None
