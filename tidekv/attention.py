@@ -37,6 +37,8 @@ _KERNELS = {
 }
 #: Those that align a causal mask to the bottom right by themselves.
 FLASH = ("flash_attention_2", "sdpa_flash")
+#: The compute capability from which on there are FlashAttention, and kernels for bfloat16.
+_AMPERE = (8, 0)
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,18 @@ def decide(
         return Backend(attention, "plain operators, dense", _Eager(softcap))
     on_gpu = device.type in ("cuda", "meta")
     half = dtype in (torch.float16, torch.bfloat16)
+    capability = _AMPERE  # unless the device is there to be asked
+    if device.type == "cuda" and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability(device)
     if attention in FLASH and not (half and on_gpu):
         raise InfeasibleError(
             f"{attention} needs float16 or bfloat16 on CUDA, not "
             f"{str(dtype).removeprefix('torch.')} on {device.type}; use attention='sdpa'."
+        )
+    if attention in FLASH and capability < _AMPERE:
+        raise InfeasibleError(
+            f"{attention} needs compute capability 8.0, and this device has "
+            f"{'.'.join(map(str, capability))}; use attention='sdpa'."
         )
     if attention == "flash_attention_2" and has_flash_package():
         return Backend(attention, "the flash-attn package", _FlashPackage(softcap))
@@ -93,18 +103,21 @@ def decide(
     if attention == "sdpa_math":
         return Backend(attention, "PyTorch's attention in plain operators, dense", _dense)
     if attention in ("sdpa", *FLASH):
-        if on_gpu and half and head_dim % 8 == 0 and head_dim <= 256:
+        if on_gpu and half and head_dim % 8 == 0 and head_dim <= 256 and capability >= _AMPERE:
             return Backend(attention, "PyTorch's FlashAttention", _flash)
         if attention in FLASH:
             raise InfeasibleError(
                 f"FlashAttention serves no heads of {head_dim}; use attention='sdpa'."
             )
-    if on_gpu and head_dim % 4 == 0:
+    served = dtype in (torch.float16, torch.float32) or (
+        dtype == torch.bfloat16 and capability >= _AMPERE
+    )
+    if on_gpu and served and head_dim % (8 if half else 4) == 0:
         return Backend(attention, "PyTorch's memory-efficient attention", _Split(_efficient))
     if attention == "sdpa_efficient":
         raise InfeasibleError(
-            f"Memory-efficient attention serves no heads of {head_dim} on {device.type}; use "
-            "attention='sdpa'."
+            f"Memory-efficient attention serves no heads of {head_dim} in "
+            f"{str(dtype).removeprefix('torch.')} on this {device.type}; use attention='sdpa'."
         )
     if device.type == "cpu":
         return Backend(attention, "PyTorch's FlashAttention for the CPU", _Split(_flash_cpu))

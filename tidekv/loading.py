@@ -331,8 +331,10 @@ def _from_config(config: Any, dtype: Any, device: str, attention: str, weights: 
                     nothing = torch.empty_like(parameter, device=device)
                     made[parameter] = torch.nn.Parameter(nothing, requires_grad=False)
                 setattr(module, name, made[parameter])
-        with torch.device(device):  # its table is no weight
-            model.base_model.rotary_emb = type(model.base_model.rotary_emb)(model.config)
+        rotary = getattr(model.base_model, "rotary_emb", None)  # its table is no weight
+        if rotary is not None:
+            with torch.device(device):
+                model.base_model.rotary_emb = type(rotary)(model.config)
     return model.eval()
 
 

@@ -60,7 +60,10 @@ def write_replay(
         pairs = zip(requests, setups, strict=True)
         for _, own in groupby(pairs, lambda pair: pair[0].process.folder):
             outcomes += _write_process(list(own), conf, folder, progress)
-        kept = ("command", "cwd", "started", "ended", "epoch_ns", "host", "python", "platform")
+        kept = (
+            *("command", "cwd", "started", "ended", "epoch_ns"),
+            *("host", "python", "platform", "planned"),
+        )
         root = {name: trace.manifest[name] for name in kept if name in trace.manifest} | {
             "knowledge": Knowledge.MODELLED,
             "state": "complete",

@@ -53,6 +53,8 @@ def attend(
         return _aten._scaled_dot_product_efficient_attention(
             query, key, value, _aligned(mask), grows, dropout_p, is_causal, scale=scale
         )[0]
+    if not torch.backends.cuda.math_sdp_enabled():
+        raise RuntimeError("No available kernel. Aborting execution.")
     return _aten._scaled_dot_product_attention_math(
         query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
     )[0]
@@ -79,6 +81,10 @@ def efficient(query: Any, key: Any, value: Any, mask: Any) -> bool:
         torch.backends.cuda.mem_efficient_sdp_enabled()
         and query.dim() == 4
         and query.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and (
+            query.dtype != torch.bfloat16
+            or torch.cuda.get_device_capability(query.device) >= (8, 0)
+        )
         and (_GROUPED or query.shape[1] == key.shape[1])
         and query.shape[-1] % align == 0
         and value.shape[-1] % align == 0

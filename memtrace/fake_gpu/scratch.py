@@ -124,8 +124,11 @@ def _splits(work: int, processors: int, blocks: int) -> int:
 
 def _efficient(args: Any, kwargs: Any, out: Any, card: Device) -> Scratch:
     """``_efficient_attention_forward`` (attention.cu): seed and offset of the random numbers come
-    first."""
-    return Scratch((2, 3, 0, 1))
+    first. Heads above 128 are summed up in memory, in fp32 (``kNeedsOutputAccumulatorBuffer``)."""
+    query, size = args[0], args[2].shape[-1]
+    if query.dtype not in HALVES or max(query.shape[-1], size) <= 128:
+        return Scratch((2, 3, 0, 1))
+    return Scratch((2, 3, 0, 1, -4 * query.numel() // query.shape[-1] * size))
 
 
 def _summed(args: Any, kwargs: Any, out: Any, card: Device) -> Scratch:

@@ -62,6 +62,15 @@ calls |= {
     "products of pieces": lambda: torch.bmm(new(8, 64, 128)[:, :, ::2], new(8, 64, 32)),
     "products of columns": lambda: torch.bmm(new(8, 128, 64).mT, new(8, 32, 128).mT),
     "product of a column that is repeated": lambda: new(64, 1).expand(64, 64) @ new(64, 64),
+    **{
+        f"memory-efficient attention, {size} of {kind}": lambda size=size, kind=kind: (
+            torch.ops.aten._scaled_dot_product_efficient_attention(
+                *[new(1, 4, 100, size, dtype=kind)] * 3, None, True
+            )
+        )
+        for size in (64, 128, 136, 288)
+        for kind in (half, torch.float32)
+    },
     "dropout": lambda: torch.nn.functional.dropout(rows, 0.5),
     "group norm": lambda: torch.nn.functional.group_norm(new(4, 64, 9), 8, new(64), new(64)),
     "bags": lambda: torch.nn.functional.embedding_bag(

@@ -105,8 +105,10 @@ def test_no_full_mask_and_no_expanded_prefix():
         (torch.bfloat16, 128, "PyTorch's FlashAttention"),
         (torch.float16, 64, "PyTorch's FlashAttention"),
         (torch.float32, 64, "PyTorch's memory-efficient attention"),
-        (torch.bfloat16, 4, "PyTorch's memory-efficient attention"),
+        (torch.bfloat16, 4, "plain operators"),
         (torch.float32, 6, "plain operators"),
+        (torch.bfloat16, 100, "plain operators"),
+        (torch.bfloat16, 288, "PyTorch's memory-efficient attention"),
     ],
 )
 def test_gpu_kernels_by_dtype_and_head_size(dtype, dim, kernel):
@@ -134,6 +136,24 @@ def test_one_function_says_what_was_taken():
     assert on("cuda") == on("cuda", "sdpa") == "PyTorch's FlashAttention"
     with patch.object(attention, "has_flash_package", lambda: True):
         assert on("cuda") == on("cuda", softcap=50.0) == "the flash-attn package"
+
+
+@pytest.mark.parametrize(
+    ("settings", "taken"),
+    [
+        ({"dtype": torch.float16}, "PyTorch's memory-efficient attention"),
+        ({"dtype": torch.bfloat16}, "plain operators"),
+        ({"dtype": torch.float64}, "plain operators"),
+    ],
+)
+def test_before_ampere_there_is_no_flash_attention(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], taken: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert on("cuda", "sdpa", **settings) == taken
+    with pytest.raises(InfeasibleError, match=r"needs compute capability 8.0, .* has 7.5; use"):
+        on("cuda", dtype=torch.float16)
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,7 @@ def test_another_torch_s_allocator_is_modelled(plans: dict[str, Any], tmp_path: 
     found = json.loads(told.stdout)
     assert "by the rules of torch 2.5's allocator" in found["modelled"]
     assert plans["tidekv"]["modelled"] is None
+    assert (found["planned"]["device"], found["planned"]["engine"]) == ("a100-40g", "virtual")
     assert found["peak"]["allocated"] == plans["tidekv"]["peak"]["allocated"]
     assert found["reserved"]["peak"] >= found["peak"]["allocated"]
     assert "2.5" in json.dumps(open_trace(out).processes[0].manifest)

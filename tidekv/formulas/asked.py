@@ -78,6 +78,8 @@ def case_of(arguments: argparse.Namespace, card: Device) -> Case:
     attention = arguments.attention
     if attention == "sdpa" and arguments.schedule == "layer_major_published":
         attention = "sdpa_efficient"  # there is a mask
+    if card.capability < (8, 0):
+        raise UnknownFormula("they count the kernels of compute capability 8.0 and newer")
     kernel = kernel_of(attention, shape)
     if kernel is None:
         raise UnknownFormula(f"they don't know what {arguments.attention} takes for this model")

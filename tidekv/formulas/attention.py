@@ -26,7 +26,8 @@ def kernel_of(attention: str, shape: Shape) -> str | None:
     flash = shape.element == 2 and shape.head % 8 == 0 and shape.head <= 256
     if flash and attention != "sdpa_efficient":
         return "flash"
-    wide = shape.head % (4 if shape.element == 4 else 8) == 0
+    # Larger heads of 16 bits are summed up in a buffer of their own.
+    wide = shape.head % 4 == 0 if shape.element == 4 else shape.head % 8 == 0 and shape.head <= 128
     return "efficient" if attention in ("sdpa", "sdpa_efficient") and wide else None
 
 

@@ -106,9 +106,10 @@ class Plan:
             "method": self.method,
             "card": self.place,
             "prompt_tokens": self.prompt,
-            "fits": self.fits,
+            # Of the CPU's memory it isn't known what is there.
+            "fits": None if self.card is None and self.fits else self.fits,
             "headroom": self.headroom,
-            "reserved": {"peak": self.reserved_peak},
+            "reserved": {"peak": None if self.card is None else self.reserved_peak},
             "formula_peak": self.moment and self.moment.where,
             "formula_unknown": self.unknown or None,
             "modelled": self.modelled or None,

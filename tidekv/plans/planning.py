@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from memtrace.allocator.settings import NEWEST, Version, parse_version
 from memtrace.dryrun import dry_run
+from memtrace.trace.manifest import read_manifest, write_manifest
 from memtrace.virtual_gpu import READ_UNFOLLOWED, SAID
 from memtrace.virtual_gpu.torches import version_of
 from tidekv.arguments import PLACEMENT
@@ -151,14 +152,18 @@ def _modelled(arguments: argparse.Namespace, method: str, out: Path) -> "Plan":
         if found.account is None:  # it failed before it used the card, and has said why
             raise SystemExit(1)
         replayed(found.trace, found.account.account, change, out)
-    trace = open_trace(out)
     installed = ".".join(map(str, _installed()))
-    sentence = (
-        f"Modelled: by the rules of torch {version}'s allocator, from the requests that torch "
-        f"{installed} makes on {card_of(device).name}."
+    clause = (
+        f"by the rules of torch {version}'s allocator, from the requests that torch {installed} "
+        f"makes on {card_of(device).name}"
     )
+    manifest = read_manifest(out)
+    planned = manifest["planned"]
+    planned |= {"device": card.key, "allocator": arguments.allocator}
+    write_manifest(out, manifest | {"planned": planned | {"modelled": [clause]}})
     moment, unknown = moment_of(arguments, card)
-    return Plan(method, card, arguments.prompt, trace, moment, unknown, sentence)
+    trace = open_trace(out)
+    return Plan(method, card, arguments.prompt, trace, moment, unknown, f"Modelled: {clause}.")
 
 
 def run(
