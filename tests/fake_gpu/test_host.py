@@ -56,7 +56,7 @@ def check_equal(folder: Path, model: str, tokens: str, budget: str) -> None:
     out = ["-o", str(folder / "planned.memtrace")]
     told = subprocess.run([sys.executable, *plan, *out], capture_output=True, text=True, check=True)
     body = json.loads(told.stdout)
-    assert body["fits"]
+    assert body["fits"] is None  # nobody knows what memory there is
     assert body["card"] == "cpu"
     (real, sizes), (planned, planned_sizes) = (
         on_cpu(folder / name) for name in ("real.memtrace", "planned.memtrace")
