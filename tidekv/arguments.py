@@ -14,6 +14,11 @@ PLACEMENT = {
 }
 
 
+def flag_of(name: str) -> str:
+    """``chunk_size`` → ``--chunk-size``"""
+    return f"--{name.replace('_', '-')}"
+
+
 def add_model(run: argparse.ArgumentParser) -> None:
     """Which model."""
     run.add_argument(
@@ -108,8 +113,7 @@ def add_memory(run: argparse.ArgumentParser) -> None:
         "other schedules with chunks have it too)",
     )
     for name, text in PLACEMENT.items():
-        flag = f"--{name.replace('_', '-')}"
-        memory.add_argument(flag, action="store_true", default=None, help=text)
+        memory.add_argument(flag_of(name), action="store_true", default=None, help=text)
 
 
 def parser_of(program: str, description: str | None) -> argparse.ArgumentParser:

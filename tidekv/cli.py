@@ -18,6 +18,7 @@ from tidekv.arguments import (
     add_model,
     add_untrained,
     budget,
+    flag_of,
 )
 from tidekv.errors import TidekvError
 from tidekv.garbage import none_to_collect
@@ -125,7 +126,7 @@ def _as_typed(message: str, arguments: argparse.Namespace) -> str:
         name, value = parameter["name"], parameter["value"]
         if name not in arguments:
             return parameter[0]
-        typed = f"--{name.replace('_', '-')}"
+        typed = flag_of(name)
         return typed if value == "True" else f"{typed} {value.lower()}"
 
     return re.sub(r"\b(?P<name>\w+)=(?P<quote>'?)(?P<value>\w+)(?P=quote)", flag, message)

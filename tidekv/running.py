@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from memtrace import scopes
 from memtrace.sizes import format_size
 from tidekv import budgets, options, schedules
+from tidekv.arguments import flag_of
 from tidekv.engine import Prefill, decode, prefill
 from tidekv.errors import DeviceMemoryError, TidekvError, check_choice
 from tidekv.loading import PRESETS, encode, load_model
@@ -305,8 +306,7 @@ def _schedule(arguments: argparse.Namespace) -> Schedule:
         flag = "host_embeddings"
     if flag is not None:
         raise TidekvError(
-            f"The schedule {name} has no --{flag.replace('_', '-')}; drop it, or use --schedule "
-            "layer_major."
+            f"The schedule {name} has no {flag_of(flag)}; drop it, or use --schedule layer_major."
         )
     pairs = [*arguments.schedule_option, *(f"{one}={value}" for one, value in flags.items())]
     given = options.parse(f"schedule {name}", made, pairs)

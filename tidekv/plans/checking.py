@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Iterable
 
 from tidekv import budgets
-from tidekv.arguments import MOST
+from tidekv.arguments import MOST, flag_of
 from tidekv.errors import TidekvError, check_choice
 from tidekv.formulas.asked import DEFAULTS
 from tidekv.loading import SMOLLM2, config_of
@@ -60,8 +60,9 @@ def _check_questions(arguments: argparse.Namespace) -> None:
     for name in ("prompt", "up_to", "batch"):
         value = getattr(arguments, name)
         if value is not None and not 1 <= value <= MOST:
-            flag = f"--{name.replace('_', '-')}"
-            raise TidekvError(f"{flag} must be at least 1 and at most {MOST:,}, not {value:,}.")
+            raise TidekvError(
+                f"{flag_of(name)} must be at least 1 and at most {MOST:,}, not {value:,}."
+            )
     if arguments.device == "cpu" and (
         arguments.max_context
         or arguments.min_device
@@ -87,8 +88,7 @@ def _check_method(arguments: argparse.Namespace) -> None:
     for name in ("chunk_size", "piece_rows"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
-            flag = f"--{name.replace('_', '-')}"
-            raise TidekvError(f"{flag} must be at least 1 row, not {value}.")
+            raise TidekvError(f"{flag_of(name)} must be at least 1 row, not {value}.")
     if arguments.selector != "none" and arguments.budget is not None:
         budgets.rows(arguments.budget, arguments.prompt or MOST)
     if arguments.model != SMOLLM2:  # which may have to be made first

@@ -5,6 +5,8 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from tidekv.arguments import flag_of
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -52,8 +54,7 @@ def tried(found: "Fit") -> "Table":
 def _flags(changes: "Changes") -> str:
     """As the command line has them."""
     return " ".join(
-        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-        for name, value in changes.items()
+        flag_of(name) + ("" if value is True else f" {value}") for name, value in changes.items()
     )
 
 
