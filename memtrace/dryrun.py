@@ -156,10 +156,15 @@ def _unmodelled_named(trace: "Trace", run: Path) -> "Trace":
     met = {one for manifest in processes for one in manifest.get(fake_gpu.UNMODELLED) or ()}
     if not met:
         return trace
-    manifest = read_manifest(run)
-    manifest = {name: one for name, one in manifest.items() if name not in ("format", "schema")}
-    unknown = [*manifest["planned"]["unknown"], f"scratch memory of {', '.join(sorted(met))}"]
-    write_manifest(run, manifest | {"planned": {**manifest["planned"], "unknown": unknown}})
+    unknown = trace.manifest["planned"]["unknown"]
+    return amend(run, unknown=[*unknown, f"scratch memory of {', '.join(sorted(met))}"])
+
+
+def amend(run: Path, **planned: Any) -> "Trace":
+    """Change what the manifest of a planned run says of the plan; the run as it is then."""
     from memtrace.trace.reader import open_trace
 
+    manifest = read_manifest(run)
+    manifest = {name: one for name, one in manifest.items() if name not in ("format", "schema")}
+    write_manifest(run, manifest | {"planned": manifest["planned"] | planned})
     return open_trace(run)

@@ -10,7 +10,7 @@ from memtrace.allocator.settings import NEWEST, Settings, parse_version
 from memtrace.allocator.simulation import ENDLESS, Outcome, Progress, Setup
 from memtrace.analysis.accounts import Account
 from memtrace.analysis.recorded import setup_of
-from memtrace.devices import catalogue
+from memtrace.devices import Device, catalogue
 from memtrace.errors import MemtraceError
 from memtrace.sizes import format_size, parse_size
 from memtrace.trace.reader import Trace
@@ -63,7 +63,7 @@ class Change:
 def _on(device: str, setup: Setup) -> Setup:
     card = catalogue().get(device)
     if card is not None:
-        return replace(setup, total=card.total, outside=card.context or 0, pool=card.pool)
+        return on_card(setup, card)
     try:
         total = parse_size(device)
     except MemtraceError:
@@ -72,6 +72,16 @@ def _on(device: str, setup: Setup) -> Setup:
         raise MemtraceError(
             f"{device!r} is neither a card of memtrace devices nor a size such as 24 GiB"
         )
+    return with_memory(setup, total)
+
+
+def on_card(setup: Setup, card: Device) -> Setup:
+    """The allocator on a card of the catalogue."""
+    return replace(setup, total=card.total, outside=card.context or 0, pool=card.pool)
+
+
+def with_memory(setup: Setup, total: int) -> Setup:
+    """The allocator on a device of which nothing is known but its memory, in bytes."""
     return replace(setup, total=total, outside=0, pool=None)
 
 

@@ -109,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
 def _setup(args: argparse.Namespace, setup: "Setup") -> "Setup":
     """The recorded device and version, or what the user names instead."""
     from memtrace.allocator.settings import parse_version
+    from memtrace.analysis.what_if import on_card, with_memory
     from memtrace.devices import choose
     from memtrace.sizes import parse_size
 
@@ -118,12 +119,12 @@ def _setup(args: argparse.Namespace, setup: "Setup") -> "Setup":
         total = parse_size(args.memory)
         if total == 0:
             raise MemtraceError("a device without memory has no allocator")
-        setup = replace(setup, total=total, outside=0, pool=None)
+        setup = with_memory(setup, total)
     if args.device is not None:
         card, *others = choose(args.device)
         if others:
             raise MemtraceError(f"--device takes one card, and {args.device!r} names several")
-        setup = replace(setup, total=card.total, outside=card.context or 0, pool=card.pool)
+        setup = on_card(setup, card)
     return setup
 
 

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memtrace.allocator.settings import NEWEST, Version, parse_version
-from memtrace.dryrun import dry_run
-from memtrace.trace.manifest import read_manifest, write_manifest
+from memtrace.dryrun import amend, dry_run
 from memtrace.virtual_gpu import READ_UNFOLLOWED, SAID
 from memtrace.virtual_gpu.torches import version_of
-from tidekv.arguments import PLACEMENT
+from tidekv.arguments import PLACEMENT, flag_of
 from tidekv.errors import TidekvError, check_choice
 from tidekv.plans.cards import card_of, largest_card
 
@@ -85,7 +84,7 @@ def options(arguments: argparse.Namespace) -> list[str]:
     """What of the command line is an option of ``tidekv run``."""
     found: list[str] = []
     for name in _PASSED:
-        value, flag = getattr(arguments, name), f"--{name.replace('_', '-')}"
+        value, flag = getattr(arguments, name), flag_of(name)
         if value is True:
             found.append(flag)
         elif isinstance(value, list):
@@ -134,7 +133,6 @@ def _modelled(arguments: argparse.Namespace, method: str, out: Path) -> "Plan":
     Where that runs out of memory its requests end there, so those on the largest card are taken.
     """
     from memtrace.analysis.what_if import Change, replayed
-    from memtrace.trace.reader import open_trace
     from tidekv.plans.planned import Plan, moment_of
 
     version, card = arguments.torch, card_of(arguments.device)
@@ -157,12 +155,8 @@ def _modelled(arguments: argparse.Namespace, method: str, out: Path) -> "Plan":
         f"by the rules of torch {version}'s allocator, from the requests that torch {installed} "
         f"makes on {card_of(device).name}"
     )
-    manifest = read_manifest(out)
-    planned = manifest["planned"]
-    planned |= {"device": card.key, "allocator": arguments.allocator}
-    write_manifest(out, manifest | {"planned": planned | {"modelled": [clause]}})
     moment, unknown = moment_of(arguments, card)
-    trace = open_trace(out)
+    trace = amend(out, device=card.key, allocator=arguments.allocator, modelled=[clause])
     return Plan(method, card, arguments.prompt, trace, moment, unknown, f"Modelled: {clause}.")
 
 
